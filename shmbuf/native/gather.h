@@ -1,0 +1,117 @@
+// The reader. Copy, fence, one load of `reserve`: if it has not passed id + capacity, no byte of that row can have been
+// overwritten while it was copied. Nothing is written to the segment, so a reader can neither block nor be waited for.
+//
+//   G1  window: cursor.load(acquire), then base, then reserve        [pairs with publish() in transaction.h]
+//   G2  copy; fence(acquire); reserve.load: id + N < reserve → rejected   [pairs with T1's store and fence; models/reserve.c]
+#pragma once
+#include "layout.h"
+
+namespace shmbuf {
+
+struct Window {  // ids [lo, hi) can be read now; [live_lo, hi) are stored, of which the first may be being overwritten
+  u64 lo, hi, live_lo;
+};
+inline Window window(const Segment &s) {
+  const Control &c = s.control();
+  u64 hi = load(c.cursor, acquire), base = load(c.base, acquire), r = load(c.reserve, relaxed), n = s.capacity;  // G1
+  Window w{base, hi, base};
+  if (hi > n && hi - n > w.live_lo) w.live_lo = hi - n;
+  if (r > n && r - n > w.lo) w.lo = r - n;
+  if (w.live_lo > hi) w.live_lo = hi;
+  if (w.lo > hi) w.lo = hi;
+  return w;
+}
+
+struct OutColumn {
+  u64 offset, bytes;  // inside the row
+  u8 *data;           // packed: one value after another
+};
+
+inline u64 mix64(u64 x) {  // splitmix64's finaliser
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+struct Rng {  // splitmix64: one per call, seeded from (handle seed, call number), so threads share no state
+  u64 state;
+  u64 next() { return mix64(state += 0x9e3779b97f4a7c15ull); }
+  u64 below(u64 n) { return u64((static_cast<unsigned __int128>(next()) * n) >> 64); }
+};
+
+class Gather {
+ public:
+  Gather(const Segment &s, const OutColumn *columns, u32 n_columns) : s_(s), columns_(columns), n_columns_(n_columns) {}
+
+  // n rows drawn uniformly, with replacement, each from the window at its time. Returns how many were filled: fewer than n
+  // when nothing can be read now (empty, or one transaction overwrites everything) or the writer laps every try.
+  u64 draw(u64 n, Rng &rng, u64 *ids, bool &lapped) const {
+    lapped = false;
+    Window w = window(s_);
+    if (w.lo == w.hi) return 0;
+    for (u64 j = 0; j < n; ++j) ids[j] = w.lo + rng.below(w.hi - w.lo);
+    return copy(n, ids, [&](u64 j) {
+      for (int tries = 0; tries < 1000; ++tries) {
+        Window now = window(s_);
+        if (now.lo == now.hi) return false;
+        ids[j] = now.lo + rng.below(now.hi - now.lo);
+        if (copy_valid(ids[j], j)) return true;
+      }
+      lapped = true;
+      return false;
+    });
+  }
+  // The rows named by ids. valid[j] = 0: not stored (yet, or any more); its output bytes are arbitrary. Returns how many are valid.
+  u64 fetch(u64 n, const u64 *ids, u8 *valid) const {
+    u64 good = n;
+    Window w = window(s_);
+    for (u64 j = 0; j < n; ++j) valid[j] = ids[j] >= w.lo && ids[j] < w.hi;
+    copy(n, ids, [&](u64 j) {
+      valid[j] = 0, --good;
+      return true;
+    }, valid);
+    return good;
+  }
+
+ private:
+  static constexpr u64 kAhead = 12, kBlock = 16;  // rows prefetched ahead, rows validated by one load of reserve
+
+  void prefetch(u64 id) const {
+    const u8 *p = s_.row(id);
+    u64 bytes = s_.row_bytes < 512 ? s_.row_bytes : 512;  // longer rows are the hardware prefetcher's
+    for (u64 o = 0; o < bytes; o += 64) __builtin_prefetch(p + o);
+    __builtin_prefetch(p + bytes - 1);
+  }
+  void copy_row(u64 id, u64 j) const {
+    const u8 *p = s_.row(id);
+    for (u32 c = 0; c < n_columns_; ++c) copy_bytes(columns_[c].data + j * columns_[c].bytes, p + columns_[c].offset, columns_[c].bytes);
+  }
+  bool still(u64 id) const { return id + s_.capacity >= load(s_.control().reserve, relaxed); }
+  bool copy_valid(u64 id, u64 j) const {
+    copy_row(id, j);
+    fence(acquire);  // G2
+    return still(id);
+  }
+  // Copy all; rejected(j) decides about each row that was overwritten meanwhile. Stops when it says false.
+  template <class Rejected> u64 copy(u64 n, const u64 *ids, Rejected rejected, const u8 *wanted = nullptr) const {
+    for (u64 j = 0; j < n && j < kAhead; ++j) prefetch(ids[j]);
+    for (u64 b = 0; b < n; b += kBlock) {
+      u64 e = b + kBlock < n ? b + kBlock : n;
+      u64 r = load(s_.control().reserve, relaxed);
+      for (u64 j = b; j < e; ++j) {
+        if (j + kAhead < n) prefetch(ids[j + kAhead]);
+        if ((!wanted || wanted[j]) && ids[j] + s_.capacity >= r) copy_row(ids[j], j);
+      }
+      fence(acquire);  // G2
+      r = load(s_.control().reserve, relaxed);
+      for (u64 j = b; j < e; ++j)
+        if ((wanted && !wanted[j]) || ids[j] + s_.capacity < r)
+          if (!rejected(j)) return j;
+    }
+    return n;
+  }
+  const Segment &s_;
+  const OutColumn *columns_;
+  u32 n_columns_;
+};
+
+}  // namespace shmbuf

@@ -1,0 +1,494 @@
+// One attachment of one process to one segment: the mapping, the one descriptor that carries its locks, its ring, its tickets
+// and its drain thread. Everything above it (module.cpp, Python) only converts.
+#pragma once
+#include "gather.h"
+#include "role.h"
+#include "segment.h"
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <vector>
+
+namespace shmbuf {
+
+enum class Full : u32 { block = 0, error = 1, drop_newest = 2, drop_oldest = 3 };
+enum class Status : int {
+  ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly
+};
+struct Gone { Status why; };  // thrown by Use
+
+// The records of one put and, once committed, their first ids.
+struct TicketState {
+  struct Piece { u64 at, end, n, first; };
+  std::vector<Piece> pieces;
+  bool resolved = false;
+};
+
+class Handle {
+ public:
+  enum : u32 { kReadonly = 1, kNoPresence = 2 };
+
+  // Takes both descriptors. map_fd is closed as soon as everything is mapped: a mapping keeps its description open, and a
+  // description that is mapped must not carry locks, or they would outlive close().
+  Handle(int map_fd, int lock_fd, u32 flags) : map_fd_(map_fd), lock_fd_(lock_fd), readonly_(flags & kReadonly), role_(s_) {
+    try {
+      u64 bytes = file_size(map_fd);
+      if (bytes < 2 * kPage) throw FormatError("the file has " + std::to_string(bytes) + " bytes, less than a header");
+      u8 *probe = map_file(map_fd, 2 * kPage, true);
+      u64 config_bytes = reinterpret_cast<const Header *>(probe)->config_bytes;
+      munmap(probe, 2 * kPage);
+      if (config_bytes > bytes) config_bytes = bytes;
+      s_.map = map_file(map_fd, config_bytes, readonly_);
+      s_.mapped_bytes = config_bytes;
+      check_header(s_.map, config_bytes);
+      presence_ = !(flags & kNoPresence) && lock_byte(lock_fd_, kLockPresence, F_RDLCK);
+      refresh();
+    } catch (...) {
+      unmap();
+      close_fds();
+      throw;
+    }
+    me_ = describe_self();
+    if (!readonly_) member_ = Registry(s_, lock_fd_).claim_member(me_, 0);
+    role_.open(readonly_ ? -1 : lock_fd_, me_, member_);
+    enlist();
+  }
+  ~Handle() {
+    close();
+    delist();
+  }
+  Handle(const Handle &) = delete;
+
+  // ---- being there ----
+  bool present() const { return presence_; }
+  bool ready() { return built_.load(acquire) || refresh(); }
+  bool forked() const { return forked_; }
+  bool closed() const { return closed_.load(acquire); }
+  const Segment &segment() const { return s_; }
+  const Owner &me() const { return me_; }
+  int slot() const { return slot_; }
+  int member() const { return member_; }
+  int lock_fd() const { return lock_fd_; }
+  bool destroyed() const { return load(s_.control().destroyed, acquire) != 0; }
+  void add_role(u32 role) {
+    if (member_ >= 0) std::atomic_ref<u32>(s_.member(u32(member_)).roles).fetch_or(role, relaxed);
+  }
+  // Every operation runs under a Use, so that close() never unmaps below one.
+  struct Use {
+    Handle &h;
+    explicit Use(Handle &handle) : h(handle) {
+      h.uses_.fetch_add(1, seq_cst);
+      Status why = h.forked_ ? Status::forked : h.closed() ? Status::closed : Status::ok;
+      if (why != Status::ok) {
+        h.uses_.fetch_sub(1, release);
+        throw Gone{why};
+      }
+    }
+    ~Use() { h.uses_.fetch_sub(1, release); }
+  };
+
+  // ---- schema ----
+  bool try_lock_build() { return lock_byte(lock_fd_, kLockBuild, F_WRLCK); }
+  void unlock_build() { unlock_byte(lock_fd_, kLockBuild); }
+  int build(const u8 *schema, u64 bytes, u64 row_bytes, u32 n_columns) {
+    return shmbuf::build(lock_fd_, s_, schema, bytes, row_bytes, n_columns);
+  }
+  bool refresh() {  // map rows and rings once somebody has built them
+    if (load(s_.control().state, acquire) != kReady) return false;
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (built_.load(relaxed)) return true;
+    u64 bytes = file_size(map_fd_);
+    const Header &h = s_.header();
+    u8 *file = map_file(map_fd_, bytes, readonly_);
+    try {
+      if (h.built.schema_offset > bytes || h.built.schema_bytes > bytes - h.built.schema_offset) throw FormatError("schema: outside the file");
+      check_built(h, file, bytes);
+    } catch (...) {
+      munmap(file, bytes);
+      throw;
+    }
+    file_ = file, file_bytes_ = bytes;
+    s_.capacity = h.capacity, s_.row_bytes = h.built.row_bytes, s_.ring_bytes = h.built.ring_bytes;
+    s_.rows = file + h.built.rows_offset, s_.rings = file + h.built.rings_offset;
+    ::close(map_fd_);
+    map_fd_ = -1;
+    built_.store(true, release);
+    return true;
+  }
+  const u8 *file() const { return file_; }
+
+  // ---- putting ----
+  // check() is called between slices of a wait, with nothing locked; false abandons the wait.
+  template <class Check>
+  Status put(const Column *columns, u32 n_columns, u64 n_rows, Full full, u64 deadline, bool wake, std::shared_ptr<TicketState> &ticket, Check check) {
+    Putting mine(*this);
+    if (!mine) return Status::concurrent;
+    if (Status s = open_producer(); s != Status::ok) return s;
+    ticket = std::make_shared<TicketState>();
+    u64 most = producer_.max_rows_per_record();
+    for (u64 from = 0; from < n_rows;) {
+      u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes);
+      if (destroyed()) return Status::destroyed;
+      if (!producer_.has_room(need))
+        if (Status s = make_room(need, full, deadline, check); s != Status::ok) {
+          if (s == Status::dropped) bump(producer_.slot().dropped_rows, n_rows - from);
+          if (s == Status::full) bump(producer_.slot().refused_rows, n_rows - from);
+          return s;
+        }
+      harvest(need);
+      u64 at = producer_.tail(), end = producer_.publish_rows(columns, n_columns, from, n);
+      remember(ticket, {at, end, n, kPending});
+      from += n;
+    }
+    if (wake) {
+      fence(seq_cst);  // pairs with the drain thread's arm; fence; look again
+      wake_if_armed(s_.control().writer_wait);
+    }
+    return Status::ok;
+  }
+  template <class Check> Status clear(u32 flags, u64 deadline, std::shared_ptr<TicketState> &ticket, Check check) {
+    Putting mine(*this);
+    if (!mine) return Status::concurrent;
+    if (Status s = open_producer(); s != Status::ok) return s;
+    if (destroyed()) return Status::destroyed;
+    ticket = std::make_shared<TicketState>();
+    if (!producer_.has_room(sizeof(Record)))
+      if (Status s = make_room(sizeof(Record), Full::block, deadline, check); s != Status::ok) return s;
+    harvest(sizeof(Record));
+    u64 at = producer_.tail(), end = producer_.publish_clear(flags);
+    remember(ticket, {at, end, 0, kPending});
+    return Status::ok;
+  }
+  // Until every record of the ticket is committed and can be drawn.
+  template <class Check> Status wait(TicketState &ticket, u64 deadline, Check check) {
+    for (;;) {
+      if (resolve(ticket)) return Status::ok;
+      Slot &slot = s_.slot(u32(slot_));
+      u64 end = ticket.pieces.back().end;
+      auto met = [&] { return load(slot.head_pub, acquire) >= end; };
+      role_.help(met);
+      if (met()) continue;
+      if (Status s = abandoned(deadline, check); s != Status::ok) return s;
+      store(slot.wait, 1u, relaxed);
+      fence(seq_cst);  // pairs with publish() in transaction.h
+      if (!met()) futex_wait(slot.wait, 1, deadline);
+    }
+  }
+  bool resolve(TicketState &t) {
+    std::lock_guard<std::mutex> guard(tickets_mutex_);
+    if (t.resolved) return true;
+    if (slot_ < 0 || load(s_.slot(u32(slot_)).head_pub, acquire) < t.pieces.back().end) return false;
+    for (auto &p : t.pieces)
+      if (p.first == kPending) p.first = producer_.result(p.at);
+    return t.resolved = true;
+  }
+
+  // ---- reading ----
+  u64 size() {
+    if (!ready()) return 0;
+    Window w = window(s_);
+    return w.hi - w.live_lo;
+  }
+  // Until at least `rows` rows are stored.
+  template <class Check> Status wait_rows(u64 rows, u64 deadline, Check check) {
+    for (;;) {
+      bool built = ready();
+      if (built && size() >= rows) return Status::ok;
+      if (built && !readonly_) role_.help([&] { return size() >= rows; });
+      if (built && size() >= rows) return Status::ok;
+      if (Status s = abandoned(deadline, check); s != Status::ok) return s;
+      if (readonly_) {
+        nap(1'000'000);
+        continue;
+      }
+      u32 &word = built ? s_.control().data_wait : s_.control().ready_wait;
+      store(word, 1u, relaxed);
+      fence(seq_cst);  // pairs with publish() in transaction.h and build() in segment.h
+      if (built ? size() < rows : load(s_.control().state, acquire) != kReady) futex_wait(word, 1, deadline);
+    }
+  }
+  template <class Check>
+  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, Check check) {
+    if (!ready()) return Status::empty;
+    Gather gather(s_, columns, n_columns);
+    for (;;) {
+      Rng rng{mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed)))};
+      bool lapped;
+      if (gather.draw(n, rng, ids, lapped) == n) return Status::ok;
+      if (lapped) return Status::lapped;
+      // Nothing can be read: empty, or one transaction is overwriting all there is. Help, then tell the two apart.
+      if (!readonly_) role_.help([&] { Window w = window(s_); return w.lo < w.hi; });
+      Window w = window(s_);
+      if (w.lo < w.hi) continue;
+      if (w.live_lo == w.hi) return Status::empty;
+      if (Status s = abandoned(deadline, check); s != Status::ok) return s;
+      nap(50'000);
+    }
+  }
+  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *valid) {
+    return Gather(s_, columns, n_columns).fetch(n, ids, valid);
+  }
+  void seed(u64 value) { seed_ = value, calls_.store(0, relaxed); }
+
+  // ---- draining ----
+  WriterRole::Outcome help() { return role_.help([] { return false; }); }
+  WriterRole &role() { return role_; }
+  u32 sweep() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return ready_locked() ? Registry(s_, lock_fd_).sweep(slot_) : 0;
+  }
+  void start_thread(bool standby) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (thread_running_ || readonly_ || closed()) return;
+    standby_ = standby;
+    store(stop_, 0u, release);
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);  // signals are the interpreter's
+    thread_running_ = pthread_create(&thread_, nullptr, [](void *h) -> void * { static_cast<Handle *>(h)->thread_main(); return nullptr; }, this) == 0;
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    if (thread_running_) add_role(standby ? kStandby : kDrainer);
+  }
+  bool has_thread() const { return thread_running_; }
+
+  void close() {
+    if (closed_.exchange(true, seq_cst)) return;
+    if (!forked_) {
+      stop_thread();
+      while (uses_.load(seq_cst)) usleep(200);  // waits look at closed_ every slice
+      if (!readonly_ && built_.load(acquire)) {
+        role_.help([] { return false; });  // leave nothing behind that nobody may come for
+        FAILPOINT(close_drained);
+        settle_tickets();
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (slot_ >= 0) Registry(s_, lock_fd_).close_slot(u32(slot_));
+      }
+      if (!readonly_) Registry(s_, lock_fd_).release_member(member_);
+    }
+    close_fds();
+    unmap();
+  }
+  // The loop of `python -m shmbuf.drain`; returns when the buffer is destroyed, check() says no, or (alone) nobody is attached.
+  template <class Check> void drain_until(bool leave_when_alone, Check check) {
+    add_role(kDrainer);
+    Drainer d(*this);
+    u64 looked = now_ns();
+    while (!destroyed() && check()) {
+      d.turn();
+      if (leave_when_alone && now_ns() - looked > 1'000'000'000) {
+        looked = now_ns();
+        if (!byte_is_held(lock_fd_, kLockPresence) && !(ready() && Writer::runnable(s_))) return;
+      }
+    }
+  }
+
+ private:
+  struct Putting {  // one thread at a time
+    Handle &h;
+    bool mine;
+    explicit Putting(Handle &handle) : h(handle), mine(!h.putting_.exchange(true, acquire)) {}
+    ~Putting() { if (mine) h.putting_.store(false, release); }
+    explicit operator bool() const { return mine; }
+  };
+  Status open_producer() {
+    if (producer_.is_open()) return Status::ok;
+    if (readonly_) return Status::readonly;
+    if (!ready()) return Status::not_ready;
+    std::lock_guard<std::mutex> guard(mutex_);
+    Registry registry(s_, lock_fd_);
+    u32 index = 0;
+    auto got = registry.claim_slot(me_, index);
+    for (int tries = 0; got == Registry::Claim::none_free && tries < 2; ++tries) {  // the dead hold slots until drained and swept
+      role_.help([] { return false; });
+      registry.sweep(slot_);
+      got = registry.claim_slot(me_, index);
+    }
+    if (got == Registry::Claim::none_free) return Status::none_free;
+    if (got == Registry::Claim::no_memory) return Status::no_memory;
+    slot_ = int(index);
+    producer_.open(s_.slot(index), s_.ring(index), s_.ring_bytes, s_.row_bytes);
+    if (member_ >= 0) store(s_.member(u32(member_)).slot_plus_1, index + 1, relaxed);
+    add_role(kCollector);
+    return Status::ok;
+  }
+  template <class Check> Status abandoned(u64 deadline, Check check) {
+    if (closed()) return Status::closed;
+    if (destroyed()) return Status::destroyed;
+    if (now_ns() >= deadline) return Status::timeout;
+    return check() ? Status::ok : Status::interrupted;
+  }
+  template <class Check> Status make_room(u64 need, Full full, u64 deadline, Check check) {
+    if (full == Full::error) return Status::full;
+    if (full == Full::drop_newest) return Status::dropped;
+    Slot &slot = producer_.slot();
+    Control &c = s_.control();
+    auto room = [&] { return producer_.has_room(need); };
+    u64 began = now_ns(), patience = deadline;
+    Status out = Status::ok;
+    for (bool first = true;; first = false) {
+      role_.help(room);
+      if (room()) break;
+      if (full == Full::drop_oldest) {  // the writer drops them, in a transaction; if it is stuck, nobody can, and the new rows go
+        u64 seq = load(c.commit_seq, acquire);
+        if (stuck_at_ == seq + 1) { out = Status::dropped; break; }
+        store(slot.skip_to, producer_.skip_target(need), release);
+        if (first) {
+          patience = began + kSlice < deadline ? began + kSlice : deadline;
+          continue;
+        }
+        if (now_ns() >= patience) {
+          stuck_at_ = seq + 1, out = Status::dropped;
+          break;
+        }
+      }
+      out = abandoned(deadline, check);
+      if (out != Status::ok) break;
+      store(slot.wait, 1u, relaxed);
+      fence(seq_cst);  // pairs with publish() in transaction.h
+      if (!room()) futex_wait(slot.wait, 1, patience);
+    }
+    bump(slot.blocked_ns, now_ns() - began);
+    return out == Status::timeout ? Status::full : out;
+  }
+  void remember(const std::shared_ptr<TicketState> &t, TicketState::Piece p) {
+    std::lock_guard<std::mutex> guard(tickets_mutex_);
+    t->pieces.push_back(p);
+    outstanding_.push_back({p.at, u32(t->pieces.size() - 1), t});
+  }
+  // Before the bytes of old records are written over, read what became of them for those who may still ask.
+  void harvest(u64 need) {
+    std::lock_guard<std::mutex> guard(tickets_mutex_);
+    while (!outstanding_.empty() && outstanding_.front().at + producer_.size() < producer_.tail() + need) {
+      auto &o = outstanding_.front();
+      if (o.ticket.use_count() > 1) {
+        auto &p = o.ticket->pieces[o.piece];
+        if (p.first == kPending) p.first = producer_.result(p.at);
+      }
+      outstanding_.pop_front();
+    }
+  }
+  void settle_tickets() {
+    for (auto &o : outstanding_) resolve(*o.ticket);
+    outstanding_.clear();
+  }
+
+  // The body of the drain thread, of a standby and of the drain process.
+  struct Drainer {
+    Handle &h;
+    u32 idle = 0;
+    u64 swept = 0;
+    explicit Drainer(Handle &handle) : h(handle) {}
+    void turn() {
+      Control &c = h.s_.control();
+      if (!h.ready()) {
+        store(c.ready_wait, 1u, relaxed);
+        fence(seq_cst);
+        if (load(c.state, acquire) != kReady) futex_wait(c.ready_wait, 1);
+        return;
+      }
+      auto out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });
+      idle = out == WriterRole::Outcome::worked ? 0 : idle + 1;
+      if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep();
+      // While rows keep coming, nap unarmed: producers then pay no wake-up, and one turn moves many records.
+      if (idle < 8) return h.nap(50'000);
+      store(c.writer_wait, 1u, relaxed);
+      fence(seq_cst);  // pairs with put(): publish; fence; wake_if_armed
+      if (out == WriterRole::Outcome::busy || !Writer::runnable(h.s_)) futex_wait(c.writer_wait, 1);
+    }
+  };
+  void thread_main() {
+    prctl(PR_SET_TIMERSLACK, 1000);
+    prctl(PR_SET_NAME, standby_ ? "shmbuf-standby" : "shmbuf-drain");
+    Drainer d(*this);
+    while (!load(stop_, acquire) && !destroyed()) {
+      try {
+        if (!standby_) {
+          d.turn();
+        } else {
+          nap(kSlice);
+          if (ready() && Writer::runnable(s_)) help();
+        }
+      } catch (const std::exception &) {  // a damaged Built: readers and collectors report it; there is nothing to drain
+        nap(kSlice);
+      }
+    }
+  }
+  void nap(u64 ns) { futex_wait(stop_, 0, kForever, ns); }
+  void stop_thread() {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (!thread_running_) return;
+      thread_running_ = false;
+      store(stop_, 1u, release);
+    }
+    futex_wake_all(stop_);
+    futex_wake_all(s_.control().writer_wait);
+    futex_wake_all(s_.control().ready_wait);
+    pthread_join(thread_, nullptr);
+  }
+  bool ready_locked() const { return built_.load(acquire); }
+  void unmap() {
+    if (file_) munmap(file_, file_bytes_);
+    if (s_.map) munmap(s_.map, s_.mapped_bytes);
+    file_ = nullptr, s_.map = nullptr;
+  }
+  void close_fds() {
+    if (lock_fd_ >= 0) ::close(lock_fd_);
+    if (map_fd_ >= 0) ::close(map_fd_);
+    lock_fd_ = map_fd_ = -1;
+  }
+
+  // ---- fork: the child shares the description, so it would keep the parent's locks alive after the parent's death; it closes
+  // the descriptor (which drops nothing) at once, and its first use attaches anew.
+  static std::mutex &all_mutex() { static std::mutex *m = new std::mutex; return *m; }
+  static std::vector<Handle *> &all() { static auto *v = new std::vector<Handle *>; return *v; }
+  void enlist() {
+    std::lock_guard<std::mutex> guard(all_mutex());
+    static bool hooked = (pthread_atfork([] { all_mutex().lock(); }, [] { all_mutex().unlock(); }, [] {
+                            for (Handle *h : all()) h->after_fork();
+                            all_mutex().unlock();
+                          }), true);
+    (void)hooked;
+    all().push_back(this);
+  }
+  void delist() {
+    std::lock_guard<std::mutex> guard(all_mutex());
+    auto &v = all();
+    for (auto it = v.begin(); it != v.end(); ++it)
+      if (*it == this) {
+        v.erase(it);
+        break;
+      }
+  }
+  void after_fork() {  // async-signal-safe: close, and words of our own
+    close_fds();
+    forked_ = true, thread_running_ = false, presence_ = false;
+    role_.after_fork();
+    uses_.store(0, relaxed), putting_.store(false, relaxed);
+    new (&mutex_) std::mutex;  // another thread of the parent may have held them
+    new (&tickets_mutex_) std::mutex;
+  }
+
+  Segment s_;
+  u8 *file_ = nullptr;
+  u64 file_bytes_ = 0;
+  int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
+  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
+  std::atomic<bool> built_{false}, closed_{false}, putting_{false};
+  std::atomic<u32> uses_{0};
+  u32 stop_ = 0;
+  pthread_t thread_{};
+  Owner me_{};
+  std::mutex mutex_, tickets_mutex_;
+  WriterRole role_;
+  Producer producer_;
+  struct Outstanding { u64 at; u32 piece; std::shared_ptr<TicketState> ticket; };
+  std::deque<Outstanding> outstanding_;
+  u64 stuck_at_ = 0, seed_ = 0;
+  std::atomic<u64> calls_{0};
+};
+
+}  // namespace shmbuf

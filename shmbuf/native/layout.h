@@ -1,0 +1,159 @@
+// The bytes of a segment: the single description of them. Numbers are little-endian, offsets count from the file's start,
+// nothing points. Every group of words with one mutator has its own 128 bytes (two lines: the prefetcher pulls pairs).
+//
+//   0        Header      4 KiB   immutable once the name exists, but for Built, immutable once Control.state == kReady
+//   4 KiB    Control     4 KiB   hot words: commit_seq, reserve, cursor, wait words …
+//   8 KiB    config blob         msgpack: how to rebuild the handle (class, batch size, sampler …)
+//   …        Member[max_members] who is attached, for people to read
+//   …        Slot[max_collectors] one ring's words and its owner
+//   …        CommitBlock[2]      the plan and the truth, selected by commit_seq & 1
+//   ---- config_bytes: the file ends here until a schema is known; `build` grows it in place ----
+//   …        schema blob         msgpack
+//   …        rows                capacity × row_bytes, a row's columns side by side (one page walk and few lines a row)
+//   …        rings               max_collectors × ring_bytes, sparse: memory comes when a collector claims one
+#pragma once
+#include "memory.h"
+
+namespace shmbuf {
+
+inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
+inline constexpr u32 kVersionMajor = 1, kVersionMinor = 0;
+inline constexpr u64 kPage = 4096;
+inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
+
+constexpr u64 align_up(u64 n, u64 to) { return (n + to - 1) / to * to; }
+
+// ---- lock bytes: open-file-description locks far beyond the end of the file -------------------------------------
+inline constexpr i64 kLockBase = i64(1) << 62;
+inline constexpr i64 kLockPresence = kLockBase, kLockWriter = kLockBase + 1, kLockBuild = kLockBase + 2;
+constexpr i64 lock_slot(u32 i) { return kLockBase + 0x10000 + i; }
+constexpr i64 lock_member(u32 i) { return kLockBase + 0x20000 + i; }
+
+// ---- header ----------------------------------------------------------------------------------------------------
+enum Flags : u32 { kUnnamed = 1 };
+enum State : u32 { kConfig = 0, kReady = 1 };
+
+struct Built {                    // known with the schema; guarded by its own checksum, published by Control.state
+  u64 row_bytes, ring_bytes;      // row stride (multiple of 8); power of two
+  u64 schema_offset, schema_bytes, rows_offset, rings_offset, file_bytes;
+  u32 n_columns, crc;             // crc over the fields above and the schema blob
+};
+struct Header {
+  u64 magic;
+  u32 version_major, version_minor;
+  u32 flags, header_crc;          // crc over the header with this field 0 and Built zeroed, then the config blob
+  u64 instance_id;                // random: a re-attach checks that the name still means this buffer
+  u8 boot_id[16];
+  u64 created_ns;                 // wall clock, for people
+  u64 capacity, ring_bytes_asked; // rows; 0 = chosen with the schema
+  u32 max_collectors, max_members;
+  u32 uid, creator_pid;
+  u64 control_offset, config_offset, config_bytes_used, members_offset, slots_offset, blocks_offset, block_bytes, config_bytes;
+  alignas(512) Built built;
+};
+static_assert(offsetof(Header, built) == 512 && sizeof(Header) == 1024);
+
+// ---- hot words -------------------------------------------------------------------------------------------------
+struct Control {
+  alignas(128) u64 commit_seq;    // THE commit: selects the block that is the truth        writer
+  u64 plan_seq;                   // commit_seq + 1 while a sealed plan waits to be run     writer
+  u64 done_seq;                   // redo after commit is complete up to here               writer
+  alignas(128) u64 reserve;       // ids below it may be being written; never goes back     writer
+  alignas(128) u64 base;          // first live id; stored before cursor                    writer
+  u64 cursor;                     // ids below it are committed                             writer
+  alignas(128) u32 state;         // State                                                  builder
+  u32 ready_wait;                 // futex: waits for the schema                            waiters, builder
+  u32 destroyed;                  // set by destroy; every put and every wait looks         destroyer
+  u32 n_slots;                    // slots [0, n_slots) have been claimed at least once     collectors, by CAS
+  alignas(128) u32 writer_wait;   // futex: the drain thread sleeps
+  alignas(128) u32 data_wait;     // futex: somebody waits for rows
+  alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
+  u32 writer_member;
+  u64 writer_start_ticks, takeovers, heartbeat_ns, transactions;
+};
+static_assert(sizeof(Control) <= kPage);
+
+// ---- who is attached -------------------------------------------------------------------------------------------
+struct Owner {                    // recorded for people to read, never trusted: liveness is the lock byte
+  u32 pid, uid;
+  u64 start_ticks;                // /proc/PID/stat field 22
+  u64 pid_namespace;              // inode
+  u64 since_ns;                   // wall clock
+  char comm[16];
+};
+enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16 };
+// word = incarnation << 8 | SlotState. Whoever changes it holds the lock byte.
+enum SlotState : u64 { kFree = 0, kActive = 1, kClosed = 2 };
+struct Member {
+  u64 word;
+  u32 roles, slot_plus_1;
+  Owner owner;
+  u8 pad_[128 - 16 - sizeof(Owner)];
+};
+static_assert(sizeof(Member) == 128);
+
+struct Slot {
+  alignas(128) u64 tail;          // the commit point of the ring: bytes before it are whole records      collector
+  u64 skip_to;                    // drop_oldest asks the writer to drop ROWS before this position         collector
+  u64 put_rows, dropped_rows, refused_rows, blocked_ns;  // cumulative over all incarnations              collector
+  alignas(128) u64 head_pub;      // ≤ the committed head; the collector may reuse bytes below it          writer
+  alignas(128) u32 wait;          // futex: the collector waits for room or for its commit
+  alignas(128) u64 word;          // incarnation << 8 | SlotState                                          lock holder
+  u64 put_rows_at_claim, stored_rows_at_claim;  // what this incarnation started from
+  Owner owner;
+};
+static_assert(sizeof(Slot) == 512);
+
+// ---- plan and truth --------------------------------------------------------------------------------------------
+enum PlanKind : u32 { kPlanRows = 1, kPlanClear = 2 };
+struct BlockSlot {
+  u64 head;                       // everything before it has been consumed
+  u64 skip_to;                    // of this transaction: ROWS from the old head to here are dropped
+  u64 stored_rows, skipped_rows;  // cumulative
+};
+struct CommitBlock {
+  u64 seq;
+  u64 first, cursor, base;        // ids [first, cursor) are this transaction's
+  u64 rows_total, write_count;    // rows ever stored; since the last emptying that reset it
+  u64 skipped_total, clears, malformed;
+  u32 kind, start, n_slots, next_start;  // rings are taken in the order start, start + 1, … (mod n_slots)
+  u8 pad_[128 - 72 - 16];
+  BlockSlot slot[];               // max_collectors
+};
+static_assert(sizeof(CommitBlock) == 128);
+
+// ---- ring record -----------------------------------------------------------------------------------------------
+enum RecordKind : u32 { kRows = 1, kClear = 2 };
+enum RecordFlags : u32 { kKeepWriteCount = 1 };  // CLEAR: empty(empty_write_count=False)
+struct Record {                   // followed by n_rows × row_bytes; a multiple of 32 bytes, so a header never straddles the end
+  u64 bytes;                      // of the whole record
+  u32 kind, flags;
+  u64 n_rows;
+  u64 result;                     // stored by the writer before the commit: first id, or kDropped
+};
+inline constexpr u64 kRecordAlign = 32;
+static_assert(sizeof(Record) == kRecordAlign);
+inline constexpr u64 kPending = ~0ull, kDropped = ~0ull - 1;
+
+constexpr u64 record_bytes(u64 n_rows, u64 row_bytes) { return align_up(sizeof(Record) + n_rows * row_bytes, kRecordAlign); }
+
+// ---- the mapped segment ----------------------------------------------------------------------------------------
+struct Segment {                  // addresses in this process; built by attach (handle.h), valid while mapped
+  u8 *map = nullptr;
+  u64 mapped_bytes = 0;
+  const Header &header() const { return *reinterpret_cast<const Header *>(map); }
+  Header &header() { return *reinterpret_cast<Header *>(map); }
+  Control &control() const { return *reinterpret_cast<Control *>(map + header().control_offset); }
+  Member &member(u32 i) const { return reinterpret_cast<Member *>(map + header().members_offset)[i]; }
+  Slot &slot(u32 i) const { return reinterpret_cast<Slot *>(map + header().slots_offset)[i]; }
+  CommitBlock &block(u64 seq) const {
+    return *reinterpret_cast<CommitBlock *>(map + header().blocks_offset + (seq & 1) * header().block_bytes);
+  }
+  // Only after build:
+  u64 capacity = 0, row_bytes = 0, ring_bytes = 0;
+  u8 *rows = nullptr, *rings = nullptr;
+  u8 *ring(u32 i) const { return rings + u64(i) * ring_bytes; }
+  u8 *row(u64 id) const { return rows + (id % capacity) * row_bytes; }
+};
+
+}  // namespace shmbuf

@@ -1,0 +1,494 @@
+// The Python face of the core: conversions only. Waits and long copies run without the GIL; every slice of a wait looks for
+// signals. Statuses come back as small integers; the words and numbers of an error are Python's (errors.py).
+#include "handle.h"
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shmbuf {
+namespace {
+
+constexpr u64 kHoldGil = 64 << 10;  // copies up to this many bytes are not worth giving the GIL away
+
+u64 deadline_in(double seconds) {  // negative: for ever
+  if (seconds < 0 || seconds > 1e9) return kForever;
+  return now_ns() + u64(seconds * 1e9);
+}
+struct Ungil {  // give the GIL away if `yes`
+  PyThreadState *state;
+  explicit Ungil(bool yes) : state(yes ? PyEval_SaveThread() : nullptr) {}
+  ~Ungil() { if (state) PyEval_RestoreThread(state); }
+  Ungil(const Ungil &) = delete;
+};
+// Between slices of a wait, which runs without the GIL.
+bool no_signal() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() == 0;
+}
+nb::bytes bytes_of(const void *p, u64 n) { return nb::bytes(static_cast<const char *>(p), n); }
+
+// ---- the columns of a schema, as the caller's arrays must look -----------------------------------------------------
+struct Leaf {
+  u64 offset, bytes;           // in the row
+  std::vector<Py_ssize_t> shape;
+  std::string formats;         // accepted struct codes, '|' around each ("|f|")
+  nb::object dtype;            // torch dtype or None
+};
+struct Columns {
+  std::vector<Leaf> leaves;
+  void add(u64 offset, u64 bytes, std::vector<Py_ssize_t> shape, std::string formats, nb::object dtype) {
+    leaves.push_back({offset, bytes, std::move(shape), std::move(formats), std::move(dtype)});
+  }
+};
+
+// One attribute or no-argument method of a tensor; the names are interned once.
+struct TensorNames {
+  PyObject *dtype = PyUnicode_InternFromString("dtype"), *shape = PyUnicode_InternFromString("shape"),
+           *is_cpu = PyUnicode_InternFromString("is_cpu"), *data_ptr = PyUnicode_InternFromString("data_ptr"),
+           *is_contiguous = PyUnicode_InternFromString("is_contiguous"), *is_neg = PyUnicode_InternFromString("is_neg"),
+           *is_conj = PyUnicode_InternFromString("is_conj");
+};
+const TensorNames &names() { static TensorNames n; return n; }
+bool is_true(PyObject *o) {  // takes the reference
+  bool yes = o == Py_True;
+  Py_XDECREF(o);
+  return yes;
+}
+bool call_true(PyObject *t, PyObject *name) { return is_true(PyObject_CallMethodNoArgs(t, name)); }
+
+// Does this leaf need no conversion? Everything else (other dtype, device, stride, subclass with tricks …) is Python's slow
+// path, which converts it or says what is wrong. `lead` = 1 if rows are batched, 0 for a single row.
+bool tensor_column(PyObject *t, const Leaf &leaf, Py_ssize_t n, int lead, Column &out) {
+  const auto &k = names();
+  PyObject *dtype = PyObject_GetAttr(t, k.dtype);
+  bool same = dtype == leaf.dtype.ptr();
+  Py_XDECREF(dtype);
+  if (!same) return false;
+  PyObject *shape = PyObject_GetAttr(t, k.shape);
+  if (!shape || !PyTuple_Check(shape)) {
+    Py_XDECREF(shape);
+    return false;
+  }
+  bool fits = PyTuple_GET_SIZE(shape) == Py_ssize_t(leaf.shape.size()) + lead && (!lead || PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, 0)) == n);
+  for (size_t i = 0; fits && i < leaf.shape.size(); ++i) fits = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, Py_ssize_t(i) + lead)) == leaf.shape[i];
+  Py_DECREF(shape);
+  if (!fits || !is_true(PyObject_GetAttr(t, k.is_cpu)) || !call_true(t, k.is_contiguous) || call_true(t, k.is_neg) || call_true(t, k.is_conj))
+    return false;
+  PyObject *address = PyObject_CallMethodNoArgs(t, k.data_ptr);
+  if (!address) return false;
+  out = {leaf.offset, leaf.bytes, static_cast<const u8 *>(PyLong_AsVoidPtr(address)), i64(leaf.bytes)};
+  Py_DECREF(address);
+  return true;
+}
+bool buffer_column(const Py_buffer &b, const Leaf &leaf, Py_ssize_t n, int lead, Column &out) {
+  const char *format = b.format ? b.format : "B";
+  if (leaf.formats.find("|" + std::string(format) + "|") == std::string::npos) return false;
+  if (b.ndim != int(leaf.shape.size()) + lead || (lead && b.shape[0] != n)) return false;
+  Py_ssize_t expect = b.itemsize;  // rows may be strided, also backwards; inside a row values lie side by side
+  for (int i = b.ndim - 1; i >= lead; --i) {
+    if (b.shape[i] != leaf.shape[size_t(i - lead)] || (b.shape[i] != 1 && b.strides[i] != expect)) return false;
+    expect *= b.shape[i];
+  }
+  if (u64(expect) != leaf.bytes) return false;
+  out = {leaf.offset, leaf.bytes, static_cast<const u8 *>(b.buf), lead ? i64(b.strides[0]) : 0};
+  return true;
+}
+struct Buffers {  // keeps the exporters' memory in place while it is read
+  std::vector<Py_buffer> held;
+  ~Buffers() { for (auto &b : held) PyBuffer_Release(&b); }
+};
+
+// ---- tickets -----------------------------------------------------------------------------------------------------------
+struct Ticket {
+  std::shared_ptr<Handle> handle;
+  std::shared_ptr<TicketState> state;
+  Status status = Status::ok;
+
+  int wait(double timeout) {
+    if (!state || state->pieces.empty() || state->resolved) return 0;
+    Handle::Use use(*handle);
+    u64 deadline = deadline_in(timeout);
+    Status s;
+    {
+      nb::gil_scoped_release r;
+      s = handle->wait(*state, deadline, no_signal);
+    }
+    if (s == Status::interrupted) throw nb::python_error();
+    return int(s);
+  }
+  bool done() {
+    if (!state || state->pieces.empty() || state->resolved) return true;
+    Handle::Use use(*handle);
+    return handle->resolve(*state);
+  }
+  nb::list pieces() const {  // (rows, first id or None) per record
+    nb::list out;
+    if (state)
+      for (auto &p : state->pieces) out.append(nb::make_tuple(p.n, p.first >= kDropped ? nb::none() : nb::cast(p.first)));
+    return out;
+  }
+  u64 rows() const {
+    u64 n = 0;
+    if (state)
+      for (auto &p : state->pieces) n += p.n;
+    return n;
+  }
+};
+
+// ---- the handle --------------------------------------------------------------------------------------------------------
+using H = std::shared_ptr<Handle>;
+
+Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake) {
+  Ticket t{h, nullptr, Status::ok};
+  u64 deadline = deadline_in(timeout);
+  {
+    nb::gil_scoped_release r;
+    t.status = h->put(columns.data(), u32(columns.size()), n, Full(full), deadline, wake, t.state, no_signal);
+  }
+  if (t.status == Status::interrupted) {
+    if (t.rows() == 0) throw nb::python_error();
+    PyErr_Clear();  // rows are in the ring: Python raises CommitInterrupted with this ticket
+  }
+  return t;
+}
+// None: some leaf needs the slow path.
+std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors) {
+  Handle::Use use(*h);
+  if (leaves.size() != columns.leaves.size()) return std::nullopt;
+  int lead = n >= 0;
+  std::vector<Column> c(columns.leaves.size());
+  Buffers buffers;
+  if (!tensors) buffers.held.reserve(c.size());
+  for (size_t i = 0; i < c.size(); ++i) {
+    PyObject *leaf = PyList_GET_ITEM(leaves.ptr(), Py_ssize_t(i));
+    bool ok;
+    if (tensors) {
+      ok = tensor_column(leaf, columns.leaves[i], n, lead, c[i]);
+    } else {
+      Py_buffer b;
+      ok = PyObject_GetBuffer(leaf, &b, PyBUF_RECORDS_RO) == 0;
+      if (ok) {
+        buffers.held.push_back(b);
+        ok = buffer_column(b, columns.leaves[i], n, lead, c[i]);
+      }
+    }
+    if (!ok) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+  }
+  return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake);
+}
+
+std::vector<OutColumn> out_columns(const Columns &columns, const std::vector<u64> &addresses) {
+  if (addresses.size() != columns.leaves.size()) throw nb::value_error("one address per column");
+  std::vector<OutColumn> out;
+  out.reserve(addresses.size());
+  for (size_t i = 0; i < addresses.size(); ++i)
+    out.push_back({columns.leaves[i].offset, columns.leaves[i].bytes, reinterpret_cast<u8 *>(addresses[i])});
+  return out;
+}
+// Draw n rows into packed outputs; ids and slots are int64[n]. Returns a status.
+int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, double timeout) {
+  Handle::Use use(*h);
+  auto out = out_columns(columns, addresses);
+  auto *id = reinterpret_cast<u64 *>(ids);
+  u64 deadline = deadline_in(timeout);
+  Status s;
+  {
+    Ungil gil(n * h->segment().row_bytes > kHoldGil || !h->ready());
+    s = h->draw(n, out.data(), u32(out.size()), id, deadline, no_signal);
+    if (s == Status::ok && slots) {
+      auto *slot = reinterpret_cast<u64 *>(slots);
+      u64 capacity = h->segment().capacity;
+      for (u64 j = 0; j < n; ++j) slot[j] = id[j] % capacity;
+    }
+  }
+  if (s == Status::interrupted) throw nb::python_error();
+  return int(s);
+}
+u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 valid) {
+  Handle::Use use(*h);
+  if (!h->ready()) {
+    std::memset(reinterpret_cast<void *>(valid), 0, n);
+    return 0;
+  }
+  auto out = out_columns(columns, addresses);
+  Ungil gil(n * h->segment().row_bytes > kHoldGil);
+  return h->fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(valid));
+}
+int wait_rows(const H &h, u64 rows, double timeout) {
+  Handle::Use use(*h);
+  u64 deadline = deadline_in(timeout);
+  Status s;
+  {
+    nb::gil_scoped_release r;
+    s = h->wait_rows(rows, deadline, no_signal);
+  }
+  if (s == Status::interrupted) throw nb::python_error();
+  return int(s);
+}
+Ticket clear(const H &h, bool keep_write_count, double timeout) {
+  Handle::Use use(*h);
+  Ticket t{h, nullptr, Status::ok};
+  u64 deadline = deadline_in(timeout);
+  {
+    nb::gil_scoped_release r;
+    t.status = h->clear(keep_write_count ? u32(kKeepWriteCount) : 0u, deadline, t.state, no_signal);
+  }
+  if (t.status == Status::interrupted) throw nb::python_error();
+  return t;
+}
+
+// ---- looking -----------------------------------------------------------------------------------------------------------
+nb::dict owner_dict(const Owner &o) {
+  nb::dict d;
+  d["pid"] = o.pid, d["uid"] = o.uid, d["start_ticks"] = o.start_ticks, d["pid_namespace"] = o.pid_namespace;
+  d["since"] = double(o.since_ns) * 1e-9;
+  d["command"] = nb::str(o.comm, strnlen(o.comm, sizeof o.comm));
+  return d;
+}
+CommitBlock truth(const Segment &s, std::vector<BlockSlot> &slots) {
+  CommitBlock b{};
+  slots.resize(s.header().max_collectors);
+  while (!read_block(s, b, slots.data(), u32(slots.size()))) {}
+  return b;
+}
+nb::dict counters(const H &h) {
+  Handle::Use use(*h);
+  const Segment &s = h->segment();
+  const Control &c = s.control();
+  nb::dict d;
+  std::vector<BlockSlot> slots;
+  CommitBlock b = truth(s, slots);
+  u64 dropped = 0, refused = 0, put = 0, blocked = 0;
+  u32 n = load(c.n_slots, acquire);
+  for (u32 i = 0; i < n; ++i) {
+    const Slot &slot = s.slot(i);
+    put += load(slot.put_rows, relaxed), dropped += load(slot.dropped_rows, relaxed);
+    refused += load(slot.refused_rows, relaxed), blocked += load(slot.blocked_ns, relaxed);
+  }
+  Window w = h->ready() ? window(s) : Window{0, 0, 0};
+  d["size"] = w.hi - w.live_lo, d["first_id"] = w.live_lo, d["end_id"] = w.hi, d["reserve"] = load(c.reserve, relaxed);
+  d["rows_total"] = b.rows_total, d["write_count"] = b.write_count, d["skipped_rows"] = b.skipped_total;
+  d["clears"] = b.clears, d["malformed_records"] = b.malformed;
+  d["put_rows"] = put, d["dropped_rows"] = dropped, d["refused_rows"] = refused, d["blocked_seconds"] = double(blocked) * 1e-9;
+  d["transactions"] = load(c.transactions, relaxed), d["takeovers"] = load(c.takeovers, relaxed);
+  d["writer_pid"] = load(c.writer_pid, relaxed);
+  u64 beat = load(c.heartbeat_ns, relaxed), t = now_ns();
+  d["writer_age"] = beat ? double(t > beat ? t - beat : 0) * 1e-9 : -1.0;
+  d["writer_active"] = h->lock_fd() >= 0 && byte_is_held(h->lock_fd(), kLockWriter);
+  return d;
+}
+nb::list collectors(const H &h) {
+  Handle::Use use(*h);
+  const Segment &s = h->segment();
+  nb::list out;
+  if (!h->ready()) return out;
+  std::vector<BlockSlot> truths;
+  truth(s, truths);
+  u32 n = load(s.control().n_slots, acquire);
+  for (u32 i = 0; i < n; ++i) {
+    const Slot &slot = s.slot(i);
+    u64 word = load(slot.word, acquire);
+    Owner owner = slot.owner;
+    u64 base = load(slot.put_rows_at_claim, relaxed), stored_base = load(slot.stored_rows_at_claim, relaxed);
+    fence(acquire);
+    if (load(slot.word, relaxed) != word || word_state(word) == kFree) continue;  // changing hands: not half an entry
+    nb::dict d = owner_dict(owner);
+    u64 head = load(slot.head_pub, acquire), tail = load(slot.tail, acquire);
+    d["slot"] = i, d["incarnation"] = word_incarnation(word);
+    d["state"] = word_state(word) == kClosed ? "closed" : int(i) == h->slot() || byte_is_held(h->lock_fd(), lock_slot(i)) ? "alive" : "dead";
+    d["ring_used"] = tail > head ? tail - head : 0, d["ring_bytes"] = s.ring_bytes;
+    d["put_rows"] = load(slot.put_rows, relaxed) - base, d["stored_rows"] = truths[i].stored_rows - stored_base;
+    d["skipped_rows"] = truths[i].skipped_rows, d["dropped_rows"] = load(slot.dropped_rows, relaxed);
+    d["refused_rows"] = load(slot.refused_rows, relaxed), d["blocked_seconds"] = double(load(slot.blocked_ns, relaxed)) * 1e-9;
+    out.append(d);
+  }
+  return out;
+}
+nb::list members(const H &h, int own) {
+  Handle::Use use(*h);
+  const Segment &s = h->segment();
+  nb::list out;
+  for (u32 i = 0; i < s.header().max_members; ++i) {
+    const Member &m = s.member(i);
+    u64 word = load(m.word, acquire);
+    if (word_state(word) == kFree) continue;
+    Owner owner = m.owner;
+    u32 roles = load(m.roles, relaxed), slot = load(m.slot_plus_1, relaxed);
+    fence(acquire);
+    if (load(m.word, relaxed) != word) continue;
+    nb::dict d = owner_dict(owner);
+    nb::list r;
+    const char *names[] = {"creator", "collector", "reader", "drainer", "standby"};
+    for (int k = 0; k < 5; ++k)
+      if (roles & (1u << k)) r.append(names[k]);
+    d["roles"] = r;
+    d["slot"] = slot ? nb::cast(slot - 1) : nb::none();
+    d["alive"] = int(i) == own || byte_is_held(h->lock_fd(), lock_member(i));
+    out.append(d);
+  }
+  return out;
+}
+
+u64 config_bytes(u32 max_collectors, u32 max_members, u64 blob) { return ConfigLayout(max_collectors, max_members, blob).bytes; }
+
+void format_file(int fd, u64 capacity, u32 max_collectors, u32 max_members, u64 ring_bytes, nb::bytes config, u64 instance_id, bool unnamed) {
+  Header h{};
+  if (unnamed) h.flags |= kUnnamed;
+  h.instance_id = instance_id, h.created_ns = wall_ns(), h.capacity = capacity, h.ring_bytes_asked = ring_bytes;
+  h.max_collectors = max_collectors, h.max_members = max_members, h.uid = u32(getuid()), h.creator_pid = u32(getpid());
+  if (FILE *f = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+    char text[40] = {};
+    if (std::fgets(text, sizeof text, f))
+      for (int i = 0, k = 0; text[i] && k < 32; ++i)
+        if (int v = text[i] >= 'a' ? text[i] - 'a' + 10 : text[i] >= '0' && text[i] <= '9' ? text[i] - '0' : -1; v >= 0) h.boot_id[k / 2] |= u8(k % 2 ? v : v << 4), ++k;
+    std::fclose(f);
+  }
+  u64 bytes = config_bytes(max_collectors, max_members, config.size());
+  u8 *map = map_file(fd, bytes, false);
+  format(map, h, reinterpret_cast<const u8 *>(config.c_str()), config.size());
+  munmap(map, bytes);
+}
+// Tell everybody attached that the name is going. For destroy(), which holds the presence byte or forces.
+void mark_destroyed(const H &h) {
+  Control &c = h->segment().control();
+  store(c.destroyed, 1u, seq_cst);
+  for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) futex_wake_all(*w);
+  for (u32 i = 0; i < load(c.n_slots, acquire); ++i) futex_wake_all(h->segment().slot(i).wait);
+}
+
+#ifndef SHMBUF_MODULE
+#define SHMBUF_MODULE _native
+#endif
+
+NB_MODULE(SHMBUF_MODULE, m) {
+  m.doc() = "The compiled core of shmbuf: segment, rings, transactions, gather.";
+  nb::exception<FormatError>(m, "FormatError");
+  static PyObject *gone = PyErr_NewException("shmbuf._native.Gone", PyExc_RuntimeError, nullptr);  // .args[0]: a status
+  m.attr("Gone") = nb::borrow(gone);
+  nb::register_exception_translator([](const std::exception_ptr &p, void *) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const Gone &g) {
+      PyErr_SetObject(gone, nb::int_(int(g.why)).ptr());
+    }
+  });
+  const char *statuses[] = {"ok", "full", "dropped", "closed", "destroyed", "forked", "concurrent", "none_free", "no_memory",
+                            "interrupted", "not_ready", "timeout", "empty", "lapped", "readonly"};
+  nb::list status_list;
+  for (auto *s : statuses) status_list.append(s);
+  m.attr("STATUSES") = nb::tuple(status_list);
+  m.attr("READONLY") = int(Handle::kReadonly), m.attr("NO_PRESENCE") = int(Handle::kNoPresence);
+  m.attr("CREATOR") = int(kCreator), m.attr("READER") = int(kReader);
+  m.attr("LOCK_PRESENCE") = kLockPresence;
+  m.def("config_bytes", &config_bytes, "max_collectors"_a, "max_members"_a, "config_bytes"_a);
+  m.def("ring_bytes", &choose_ring_bytes, "asked"_a, "row_bytes"_a);
+  m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
+  m.def("process_start_ticks", &process_start_ticks, "pid"_a);
+  m.def("lock_byte", [](int fd, i64 at, bool exclusive) { return lock_byte(fd, at, exclusive ? F_WRLCK : F_RDLCK); }, "fd"_a, "at"_a, "exclusive"_a);
+#ifdef SHMBUF_FAILPOINTS
+  nb::list fp;
+  for (auto *n : failpoint::kNames) fp.append(n);
+  m.attr("FAILPOINTS") = nb::tuple(fp);
+  m.def("arm", &failpoint::arm, "spec"_a);
+  m.def("hits", [] { return failpoint::armed().seen; });
+#endif
+
+  nb::class_<Columns>(m, "Columns")
+      .def(nb::init<>())
+      .def("add", &Columns::add, "offset"_a, "bytes"_a, "shape"_a, "formats"_a, "dtype"_a.none());
+
+  nb::class_<Ticket>(m, "Ticket")
+      .def_prop_ro("status", [](const Ticket &t) { return int(t.status); })
+      .def_prop_ro("rows", &Ticket::rows)
+      .def("wait", &Ticket::wait, "timeout"_a)
+      .def("done", &Ticket::done)
+      .def("pieces", &Ticket::pieces);
+
+  nb::class_<Handle>(m, "Handle")
+      .def("__init__", [](Handle *h, int map_fd, int lock_fd, u32 flags) { new (h) Handle(map_fd, lock_fd, flags); }, "map_fd"_a, "lock_fd"_a, "flags"_a = 0u)
+      .def_prop_ro("ready", [](const H &h) { Handle::Use use(*h); return h->ready(); })
+      .def_prop_ro("forked", [](const H &h) { return h->forked(); })
+      .def_prop_ro("closed", [](const H &h) { return h->closed(); })
+      .def_prop_ro("present", [](const H &h) { return h->present(); })
+      .def_prop_ro("destroyed", [](const H &h) { Handle::Use use(*h); return h->destroyed(); })
+      .def_prop_ro("slot", [](const H &h) { return h->slot(); })
+      .def_prop_ro("has_thread", [](const H &h) { return h->has_thread(); })
+      .def_prop_ro("size", [](const H &h) { Handle::Use use(*h); return h->size(); })
+      .def_prop_ro("window", [](const H &h) {
+        Handle::Use use(*h);
+        if (!h->ready()) return nb::make_tuple(0, 0, 0);
+        Window w = window(h->segment());
+        return nb::make_tuple(w.live_lo, w.lo, w.hi);
+      })
+      .def_prop_ro("config", [](const H &h) {
+        Handle::Use use(*h);
+        const Segment &s = h->segment();
+        return bytes_of(s.map + s.header().config_offset, s.header().config_bytes_used);
+      })
+      .def_prop_ro("schema", [](const H &h) -> nb::object {
+        Handle::Use use(*h);
+        if (!h->ready()) return nb::none();
+        const Built &b = h->segment().header().built;
+        return bytes_of(h->file() + b.schema_offset, b.schema_bytes);
+      })
+      .def_prop_ro("header", [](const H &h) {
+        Handle::Use use(*h);
+        const Header &x = h->segment().header();
+        nb::dict d;
+        d["capacity"] = x.capacity, d["max_collectors"] = x.max_collectors, d["max_members"] = x.max_members;
+        d["instance_id"] = x.instance_id, d["uid"] = x.uid, d["creator_pid"] = x.creator_pid, d["created"] = double(x.created_ns) * 1e-9;
+        d["unnamed"] = bool(x.flags & kUnnamed), d["config_bytes"] = x.config_bytes;
+        bool ready = h->ready();
+        d["ready"] = ready, d["row_bytes"] = ready ? x.built.row_bytes : 0, d["ring_bytes"] = ready ? x.built.ring_bytes : x.ring_bytes_asked;
+        d["file_bytes"] = ready ? x.built.file_bytes : x.config_bytes, d["rings_offset"] = ready ? x.built.rings_offset : x.config_bytes;
+        return d;
+      })
+      .def("try_lock_build", [](const H &h) { Handle::Use use(*h); return h->try_lock_build(); })
+      .def("unlock_build", [](const H &h) { Handle::Use use(*h); h->unlock_build(); })
+      .def("build", [](const H &h, nb::bytes schema, u64 row_bytes, u32 n_columns) {
+        Handle::Use use(*h);
+        nb::gil_scoped_release r;
+        return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row_bytes, n_columns);
+      }, "schema"_a, "row_bytes"_a, "n_columns"_a)
+      .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a)
+      .def("clear", &clear, "keep_write_count"_a, "timeout"_a)
+      .def("draw", &draw, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a)
+      .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "valid"_a)
+      .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a)
+      .def("seed", [](const H &h, u64 value) { h->seed(value); }, "value"_a)
+      .def("help", [](const H &h) {
+        Handle::Use use(*h);
+        nb::gil_scoped_release r;
+        return h->ready() ? int(h->help()) : int(WriterRole::Outcome::idle);
+      })
+      .def("try_take_role", [](const H &h) { Handle::Use use(*h); return h->ready() && h->role().try_take(); })
+      .def("give_back_role", [](const H &h) { Handle::Use use(*h); h->role().give_back(); })
+      .def("sweep", [](const H &h) { Handle::Use use(*h); return h->sweep(); })
+      .def("start_thread", [](const H &h, bool standby) { Handle::Use use(*h); h->start_thread(standby); }, "standby"_a)
+      .def("drain_until", [](const H &h, bool leave_when_alone) {
+        Handle::Use use(*h);
+        bool raised = false;
+        {
+          nb::gil_scoped_release r;
+          h->drain_until(leave_when_alone, [&] { return !(raised = !no_signal()); });
+        }
+        if (raised) throw nb::python_error();
+      }, "leave_when_alone"_a)
+      .def("add_role", [](const H &h, u32 role) { Handle::Use use(*h); h->add_role(role); }, "role"_a)
+      .def("counters", &counters)
+      .def("collectors", &collectors)
+      .def("members", [](const H &h) { return members(h, h->member()); })
+      .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); mark_destroyed(h); })
+      .def("close", [](const H &h) { nb::gil_scoped_release r; h->close(); });
+}
+
+}  // namespace
+}  // namespace shmbuf

@@ -1,0 +1,179 @@
+// Who is alive, and who owns which ring. Truth is one lock byte per role (an open-file-description lock): the kernel drops
+// it at death, after the dead process's memory is gone, across pid namespaces, and no pid can fool it.
+//
+//   claim   slot word FREE → lock its byte → FREE still? → fund the ring → describe → word ACTIVE (incarnation + 1)
+//   sweep   word not FREE, byte lockable, ring drained → give the ring's memory back → word FREE → unlock
+// Whoever changes a word holds its byte, so a claim killed half-way leaves FREE and a sweep killed half-way is repeated.
+// The same description never excludes itself: a handle skips its own bytes and serialises its threads by a mutex.
+#pragma once
+#include "failpoint.h"
+#include "layout.h"
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <string>
+#include <sys/stat.h>
+
+namespace shmbuf {
+
+inline bool lock_byte(int fd, i64 at, short type) {
+  struct flock l {};
+  l.l_type = type, l.l_whence = SEEK_SET, l.l_start = at, l.l_len = 1;
+  int r;
+  do r = fcntl(fd, F_OFD_SETLK, &l);
+  while (r && errno == EINTR);
+  return r == 0;
+}
+inline void unlock_byte(int fd, i64 at) { lock_byte(fd, at, F_UNLCK); }
+// Held by another description? (Asked through the holder's own description the kernel says no.)
+inline bool byte_is_held(int fd, i64 at) {
+  struct flock l {};
+  l.l_type = F_WRLCK, l.l_whence = SEEK_SET, l.l_start = at, l.l_len = 1;
+  return fcntl(fd, F_OFD_GETLK, &l) == 0 && l.l_type != F_UNLCK;
+}
+
+inline u64 wall_ns() {
+  timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  return u64(t.tv_sec) * 1'000'000'000ull + u64(t.tv_nsec);
+}
+// /proc/PID/stat field 22; 0 if there is no such process. The command may hold anything, so count from the last ')'.
+inline u64 process_start_ticks(u32 pid) {
+  char path[40], text[1024];
+  std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  ssize_t n = read(fd, text, sizeof text - 1);
+  close(fd);
+  if (n <= 0) return 0;
+  text[n] = 0;
+  char *p = std::strrchr(text, ')');
+  if (!p) return 0;
+  ++p;
+  for (int field = 2; field < 21 && p; ++field) p = std::strchr(p + 1, ' ');
+  return p ? std::strtoull(p + 1, nullptr, 10) : 0;
+}
+inline Owner describe_self() {
+  Owner o{};
+  o.pid = u32(getpid()), o.uid = u32(getuid()), o.since_ns = wall_ns();
+  o.start_ticks = process_start_ticks(o.pid);
+  struct stat st;
+  if (stat("/proc/self/ns/pid", &st) == 0) o.pid_namespace = st.st_ino;
+  int fd = open("/proc/self/comm", O_RDONLY | O_CLOEXEC);
+  if (fd >= 0) {
+    ssize_t n = read(fd, o.comm, sizeof o.comm - 1);
+    close(fd);
+    for (ssize_t i = 0; i < n; ++i)
+      if (o.comm[i] == '\n') o.comm[i] = 0;
+  }
+  return o;
+}
+
+constexpr u64 word_state(u64 word) { return word & 0xff; }
+constexpr u64 word_incarnation(u64 word) { return word >> 8; }
+constexpr u64 make_word(u64 incarnation, u64 state) { return incarnation << 8 | state; }
+
+class Registry {  // call with the handle's registry mutex held
+ public:
+  Registry(Segment &s, int lock_fd) : s_(s), fd_(lock_fd) {}
+
+  // A member entry is for people: a full table is no error (-1).
+  int claim_member(const Owner &me, u32 roles) {
+    u32 n = s_.header().max_members;
+    for (int pass = 0; pass < 2; ++pass)  // free entries first: the dead stay visible as long as there is room
+      for (u32 i = 0; i < n; ++i) {
+        Member &m = s_.member(i);
+        u64 word = load(m.word, acquire);
+        if ((word_state(word) == kFree) != (pass == 0) || !lock_byte(fd_, lock_member(i), F_WRLCK)) continue;
+        word = load(m.word, acquire);
+        store(m.word, make_word(word_incarnation(word), kFree), release);
+        fence(release);
+        m.owner = me;
+        store(m.roles, roles, relaxed);
+        store(m.slot_plus_1, 0u, relaxed);
+        store(m.word, make_word(word_incarnation(word) + 1, kActive), release);
+        return int(i);
+      }
+    return -1;
+  }
+  void release_member(int i) {
+    if (i < 0) return;
+    Member &m = s_.member(u32(i));
+    store(m.word, make_word(word_incarnation(load(m.word, relaxed)), kFree), release);
+    unlock_byte(fd_, lock_member(u32(i)));
+  }
+
+  enum class Claim { ok, none_free, no_memory };
+  Claim claim_slot(const Owner &me, u32 &index) {
+    u32 n = s_.header().max_collectors;
+    for (u32 i = 0; i < n; ++i) {
+      Slot &slot = s_.slot(i);
+      if (word_state(load(slot.word, acquire)) != kFree || !lock_byte(fd_, lock_slot(i), F_WRLCK)) continue;
+      u64 word = load(slot.word, acquire);
+      if (word_state(word) != kFree) {  // claimed and freed while we looked
+        unlock_byte(fd_, lock_slot(i));
+        continue;
+      }
+      FAILPOINT(claim_locked);
+      if (int e = fund_ring(i)) {
+        unlock_byte(fd_, lock_slot(i));
+        errno = e;
+        return Claim::no_memory;
+      }
+      FAILPOINT(claim_funded);
+      slot.owner = me;
+      store(slot.put_rows_at_claim, load(slot.put_rows, relaxed), relaxed);
+      const CommitBlock &truth = s_.block(load(s_.control().commit_seq, acquire));
+      store(slot.stored_rows_at_claim, i < truth.n_slots ? load(truth.slot[i].stored_rows, relaxed) : 0, relaxed);
+      store(slot.skip_to, u64(0), relaxed);
+      store(slot.wait, 0u, relaxed);
+      Control &c = s_.control();
+      for (u32 seen = load(c.n_slots, relaxed); seen < i + 1 && !compare_exchange(c.n_slots, seen, i + 1, seq_cst);) {}
+      FAILPOINT(claim_described);
+      store(slot.word, make_word(word_incarnation(word) + 1, kActive), release);
+      FAILPOINT(claim_active);
+      index = i;
+      return Claim::ok;
+    }
+    return Claim::none_free;
+  }
+  void close_slot(u32 i) {  // its rows are still to be drained; a sweep frees it
+    Slot &slot = s_.slot(i);
+    FAILPOINT(slot_closing);
+    store(slot.word, make_word(word_incarnation(load(slot.word, relaxed)), kClosed), release);
+    unlock_byte(fd_, lock_slot(i));
+  }
+  u32 sweep(int own_slot) {
+    u32 freed = 0, n = load(s_.control().n_slots, acquire);
+    for (u32 i = 0; i < n; ++i) {
+      Slot &slot = s_.slot(i);
+      if (int(i) == own_slot || word_state(load(slot.word, acquire)) == kFree || !drained(slot)) continue;
+      if (!lock_byte(fd_, lock_slot(i), F_WRLCK)) continue;  // its owner lives
+      u64 word = load(slot.word, acquire);
+      FAILPOINT(sweep_locked);
+      if (word_state(word) != kFree && drained(slot)) {
+        fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_bytes));
+        store(slot.word, make_word(word_incarnation(word), kFree), release);
+        FAILPOINT(sweep_freed);
+        ++freed;
+      }
+      unlock_byte(fd_, lock_slot(i));
+    }
+    return freed;
+  }
+
+ private:
+  static bool drained(const Slot &slot) { return load(slot.head_pub, acquire) == load(slot.tail, acquire); }
+  i64 ring_offset(u32 i) const { return i64(s_.header().built.rings_offset + u64(i) * s_.ring_bytes); }
+  int fund_ring(u32 i) {  // memory now, as an error, not at first touch, as a SIGBUS
+    int e;
+    do e = posix_fallocate(fd_, ring_offset(i), i64(s_.ring_bytes));
+    while (e == EINTR);
+    if (e) fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_bytes));
+    return e;
+  }
+  Segment &s_;
+  int fd_;
+};
+
+}  // namespace shmbuf

@@ -1,0 +1,108 @@
+// SPSC byte ring, one per collector. Positions are byte counts that never wrap; bytes are copied in at most two pieces, so
+// there is no padding record and no wrap branch in the claim. One commit point: `tail` is stored after the bytes, so a
+// collector killed at any instruction leaves either nothing or a whole record.
+//
+//     reserve: room? (own tail, cached head)  →  fill: header, rows  →  publish: tail.store(release)   [pairs with planner P1]
+//     head_pub is stored by the writer after its commit                                                [pairs with R1]
+#pragma once
+#include "failpoint.h"
+#include "layout.h"
+
+namespace shmbuf {
+
+struct Column {  // one column of one record being put, or of one batch being read
+  u64 offset, bytes;      // inside the row
+  const u8 *data;         // the caller's first row
+  i64 stride;             // from one of the caller's rows to the next
+};
+
+inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
+  u64 o = at & (size - 1), first = n < size - o ? n : size - o;
+  copy_bytes(ring + o, from, first);
+  if (n > first) copy_bytes(ring, static_cast<const u8 *>(from) + first, n - first);
+}
+inline void ring_read(const u8 *ring, u64 size, u64 at, void *to, u64 n) {
+  u64 o = at & (size - 1), first = n < size - o ? n : size - o;
+  copy_bytes(to, ring + o, first);
+  if (n > first) copy_bytes(static_cast<u8 *>(to) + first, ring, n - first);
+}
+inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<Record *>(ring + (at & (size - 1))); }
+
+// The collector's end. Private positions; one thread at a time (handle.h catches a second one).
+class Producer {
+ public:
+  void open(Slot &slot, u8 *ring, u64 ring_bytes, u64 row_bytes) {
+    slot_ = &slot, ring_ = ring, size_ = ring_bytes, row_bytes_ = row_bytes;
+    tail_ = load(slot.tail, relaxed);        // own word
+    head_ = load(slot.head_pub, acquire);    // R1
+  }
+  bool is_open() const { return slot_ != nullptr; }
+  Slot &slot() const { return *slot_; }
+  u64 tail() const { return tail_; }
+  u64 size() const { return size_; }
+  u64 max_rows_per_record() const { return (size_ / 2 - sizeof(Record)) / row_bytes_; }
+
+  bool has_room(u64 need) {                  // reads the writer's line only when the cached head is not enough
+    if (tail_ + need - head_ <= size_) return true;
+    head_ = load(slot_->head_pub, acquire);  // R1: what lies below head has been copied out and committed
+    return tail_ + need - head_ <= size_;
+  }
+  u64 used() { return tail_ - (head_ = load(slot_->head_pub, acquire)); }
+
+  // Rows [from, from + n) of the columns become one record. Call only after has_room(record_bytes(n)).
+  u64 publish_rows(const Column *columns, u32 n_columns, u64 from, u64 n) {
+    u64 bytes = record_bytes(n, row_bytes_);
+    FAILPOINT(ring_reserved);
+    write_header({bytes, kRows, 0, n, kPending});
+    u64 at = tail_ + sizeof(Record), o = at & (size_ - 1);
+    FAILPOINT(ring_half_record);
+    if (o + n * row_bytes_ <= size_) {
+      for (u32 c = 0; c < n_columns; ++c) scatter(ring_ + o + columns[c].offset, columns[c], from, n);
+    } else {
+      for (u64 j = 0; j < n; ++j)
+        for (u32 c = 0; c < n_columns; ++c)
+          ring_write(ring_, size_, at + j * row_bytes_ + columns[c].offset, source(columns[c], from + j), columns[c].bytes);
+    }
+    FAILPOINT(ring_copied);
+    bump(slot_->put_rows, n);                // before tail: a kill in between counts rows that were never put, not the reverse
+    return publish(bytes);
+  }
+  u64 publish_clear(u32 flags) {
+    write_header({sizeof(Record), kClear, flags, 0, kPending});
+    return publish(sizeof(Record));
+  }
+  // drop_oldest: the first record boundary that leaves room for `need`, passing ROWS only; the present head if there is none.
+  u64 skip_target(u64 need) {
+    u64 at = load(slot_->head_pub, acquire);
+    while (at != tail_ && tail_ + need - at > size_) {
+      const Record &r = record_at(ring_, size_, at);
+      if (r.kind != kRows) break;            // own bytes: this collector wrote them
+      at += r.bytes;
+    }
+    return at;
+  }
+  u64 result(u64 at) const { return load(record_at(ring_, size_, at).result, relaxed); }  // after head_pub has passed it (R1)
+
+ private:
+  static const u8 *source(const Column &c, u64 j) { return c.data + i64(j) * c.stride; }
+  void scatter(u8 *to, const Column &c, u64 from, u64 n) const {
+    const u8 *s = source(c, from);
+    for (u64 j = 0; j < n; ++j, to += row_bytes_, s += c.stride) copy_bytes(to, s, c.bytes);
+  }
+  void write_header(const Record &r) {
+    Record &w = record_at(ring_, size_, tail_);
+    w.bytes = r.bytes, w.kind = r.kind, w.flags = r.flags, w.n_rows = r.n_rows;
+    store(w.result, r.result, relaxed);
+  }
+  u64 publish(u64 bytes) {
+    store(slot_->tail, tail_ + bytes, release);  // THE commit of this record. Pairs with P1 in transaction.h (models/ring.c)
+    tail_ += bytes;
+    FAILPOINT(ring_published);
+    return tail_;
+  }
+  Slot *slot_ = nullptr;
+  u8 *ring_ = nullptr;
+  u64 size_ = 0, row_bytes_ = 0, tail_ = 0, head_ = 0;
+};
+
+}  // namespace shmbuf

@@ -1,0 +1,74 @@
+// The writer role: a lock byte, taken for a burst of work and given back when idle, so no process is indispensable and taking
+// over from a dead one is not a special case. Threads of one handle share its description, which does not exclude them: a
+// try-flag in front of the byte does (tests/models/role.pml; without it: -DSAMEFD fails).
+//
+// Release: unlock; fence; look at all tails again; take it back while there is work. A helper whose own need is met does not
+// take it back: it wakes the drain thread, or else the sleeping collectors, of whom one takes it. Otherwise busy producers
+// could keep a waiting one at work for them for ever. Who misses even that wake-up (its sender was killed) retries at the
+// end of its slice.
+#pragma once
+#include "registry.h"
+#include "transaction.h"
+
+namespace shmbuf {
+
+class WriterRole {
+ public:
+  WriterRole(Segment &s) : s_(s) {}
+  void open(int lock_fd, const Owner &me, int member) { fd_ = lock_fd, me_ = me, member_ = member; }
+  void after_fork() { taken_.store(false, relaxed), fd_ = -1; }
+
+  bool try_take() {
+    if (taken_.exchange(true, acquire)) return false;
+    if (fd_ < 0 || !lock_byte(fd_, kLockWriter, F_WRLCK)) {
+      taken_.store(false, release);
+      return false;
+    }
+    Control &c = s_.control();
+    store(c.writer_pid, me_.pid, relaxed);
+    store(c.writer_start_ticks, me_.start_ticks, relaxed);
+    store(c.writer_member, u32(member_ + 1), relaxed);
+    store(c.heartbeat_ns, now_ns(), relaxed);
+    FAILPOINT(role_taken);
+    return true;
+  }
+  void give_back() {
+    unlock_byte(fd_, kLockWriter);
+    taken_.store(false, release);
+    FAILPOINT(role_released);
+    fence(seq_cst);  // then look again: whoever published before saw the role taken and went to sleep
+  }
+
+  enum class Outcome { busy, idle, worked };  // somebody else writes; nothing to do; ran at least one transaction
+  // Run transactions until the rings are empty or enough() says so.
+  template <class Enough> Outcome help(Enough enough) {
+    Outcome out = Outcome::idle;
+    for (;;) {
+      if (!try_take()) return out == Outcome::idle ? Outcome::busy : out;
+      Writer writer(s_);
+      if (writer.take_over()) bump<u64>(s_.control().takeovers, 1);
+      bool met = false;
+      while (!(met = enough()) && writer.step()) out = Outcome::worked;
+      give_back();
+      if (!Writer::runnable(s_)) return out;
+      if (met) {
+        hand_over();
+        return out;
+      }
+    }
+  }
+
+ private:
+  void hand_over() {
+    Control &c = s_.control();
+    if (load(c.writer_wait, relaxed)) return wake_if_armed(c.writer_wait);
+    u32 n = load(c.n_slots, acquire);
+    for (u32 i = 0; i < n; ++i) wake_if_armed(s_.slot(i).wait);
+  }
+  Segment &s_;
+  int fd_ = -1, member_ = -1;
+  Owner me_{};
+  std::atomic<bool> taken_{false};
+};
+
+}  // namespace shmbuf

@@ -1,0 +1,224 @@
+// The single writer. Whoever holds the role (role.h) runs transactions; each moves whole records from the rings into the
+// rows and is all or nothing, whoever dies where:
+//
+//   plan    fill the next commit block: cursor, base, heads, ring order, skips     FAILPOINT plan_written
+//   seal    plan_seq.store(commit_seq + 1, release): from here on exactly this plan is run, by whoever comes
+//   T1      reserve.store(new cursor); fence(seq_cst)                              readers reject what may be half written
+//   T3      copy rows ring → storage; the first id into each record's header
+//   T4      commit_seq.store(s + 1, release): ONE store moves the cursor and every ring's head
+//   T5…T7   base, cursor, head_pub of each ring; fence(seq_cst); wake              idempotent: redone while done_seq is behind
+//
+// Before T4 nothing moved: a successor finds the sealed plan, the same ring bytes (head_pub ≤ committed head always) and
+// writes the same rows to the same ids. After T4 only T5…T7 are left. tests/models/txn.pml has every interleaving.
+#pragma once
+#include "ring.h"
+
+namespace shmbuf {
+
+class Writer {
+ public:
+  static constexpr u64 kMaxBytes = 8u << 20;
+
+  explicit Writer(Segment &segment) : s_(segment), c_(segment.control()) {}
+
+  // On taking the role: finish what a dead holder committed but did not publish. True if there was anything of his.
+  bool take_over() {
+    u64 seq = load(c_.commit_seq, acquire);
+    bool sealed = load(c_.plan_seq, acquire) == seq + 1, behind = load(c_.done_seq, acquire) != seq;
+    if (behind) publish(s_.block(seq), nullptr);
+    return sealed || behind;
+  }
+
+  // One transaction. False when the rings hold nothing that may be moved now.
+  bool step() {
+    u64 seq = load(c_.commit_seq, relaxed);  // only the role's holder stores it
+    CommitBlock &now = s_.block(seq), &next = s_.block(seq + 1);
+    if (load(c_.plan_seq, acquire) != seq + 1) {
+      if (!plan(now, next)) return false;
+      FAILPOINT(plan_written);
+      store(c_.plan_seq, seq + 1, release);  // sealed
+      FAILPOINT(plan_sealed);
+    }
+    if (next.kind == kPlanRows) run_rows(now, next);
+    else run_clear(now, next);
+    FAILPOINT(txn_results);
+    store(c_.commit_seq, seq + 1, release);  // T4
+    FAILPOINT(txn_committed);
+    publish(next, &now);
+    bump<u64>(c_.transactions, 1);
+    store(c_.heartbeat_ns, now_ns(), relaxed);
+    return true;
+  }
+
+  // Does any ring hold bytes beyond its published head? (Asked without the role: a hint, exact after a fence.)
+  static bool runnable(const Segment &s) {
+    u32 n = load(s.control().n_slots, acquire);
+    for (u32 i = 0; i < n; ++i)
+      if (load(s.slot(i).tail, acquire) != load(s.slot(i).head_pub, relaxed)) return true;
+    return false;
+  }
+
+ private:
+  static BlockSlot entry(const CommitBlock &b, u32 i) { return i < b.n_slots ? b.slot[i] : BlockSlot{}; }
+
+  // A record that this build of the layout could have written; anything else means damaged memory.
+  bool well_formed(const Record &r, u64 at, u64 tail) const {
+    if (r.bytes > tail - at || r.bytes < sizeof(Record) || r.bytes > s_.ring_bytes / 2) return false;
+    if (r.kind == kClear) return r.bytes == sizeof(Record);
+    return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= s_.ring_bytes / s_.row_bytes &&
+           r.bytes == record_bytes(r.n_rows, s_.row_bytes);
+  }
+  Record &record(u32 ring, u64 at) const { return record_at(s_.ring(ring), s_.ring_bytes, at); }
+
+  bool plan(const CommitBlock &now, CommitBlock &next) {
+    u32 n = load(c_.n_slots, acquire);
+    if (!n) return false;
+    std::memcpy(static_cast<void *>(&next), &now, sizeof(CommitBlock));
+    for (u32 i = 0; i < n; ++i) {
+      next.slot[i] = entry(now, i);
+      next.slot[i].skip_to = next.slot[i].head;
+    }
+    next.seq = now.seq + 1, next.first = now.cursor, next.kind = kPlanRows;
+    next.n_slots = n, next.start = now.next_start % n;
+    u64 limit = s_.capacity / 4, by_bytes = kMaxBytes / s_.row_bytes, rows = 0;
+    if (by_bytes < limit) limit = by_bytes;
+    bool any = false, full = false;
+    for (u32 d = 0; d < n && !full; ++d) {
+      u32 i = (next.start + d) % n;
+      BlockSlot &e = next.slot[i];
+      u64 at = e.head, tail = load(s_.slot(i).tail, acquire);  // P1: pairs with Producer::publish
+      if (at == tail) continue;
+      bool intact = tail - at <= s_.ring_bytes && tail % kRecordAlign == 0;
+      u64 skip = load(s_.slot(i).skip_to, acquire);
+      if (intact && skip > at && skip <= tail) any |= plan_skips(next, i, at, skip, tail);
+      u64 before = at;
+      while (intact && at != tail) {
+        const Record &r = record(i, at);
+        if (!(intact = well_formed(r, at, tail))) break;
+        if (r.kind == kClear) {
+          if (!any) return plan_clear(now, next, i, at, r.flags);
+          next.next_start = i, full = true;  // a CLEAR is a transaction alone: the next one begins here
+          break;
+        }
+        if (rows && rows + r.n_rows > limit) {
+          next.next_start = at == before ? i : i + 1, full = true;  // whoever was served waits for a full round
+          break;
+        }
+        rows += r.n_rows, e.stored_rows += r.n_rows, at += r.bytes, any = true;
+      }
+      if (!intact) at = tail, ++next.malformed, any = true;  // quarantine: what is in this ring now is discarded and counted
+      e.head = at;
+    }
+    next.cursor += rows, next.rows_total += rows, next.write_count += rows;
+    return any;
+  }
+  bool plan_skips(CommitBlock &next, u32 i, u64 &at, u64 skip, u64 tail) {
+    BlockSlot &e = next.slot[i];
+    u64 rows = 0;
+    while (at < skip) {
+      const Record &r = record(i, at);
+      if (!well_formed(r, at, tail) || r.kind != kRows) break;  // never past a CLEAR; damage is met by the caller
+      rows += r.n_rows, at += r.bytes;
+    }
+    e.skip_to = at, e.skipped_rows += rows, next.skipped_total += rows;
+    if (rows) FAILPOINT(skip_planned);
+    return rows != 0;
+  }
+  bool plan_clear(const CommitBlock &now, CommitBlock &next, u32 i, u64 at, u32 flags) {
+    next.kind = kPlanClear;
+    next.cursor = next.base = align_up(now.cursor, s_.capacity);  // ids never repeat, indices start again at 0
+    if (!(flags & kKeepWriteCount)) next.write_count = 0;
+    ++next.clears;
+    next.slot[i].head = at + sizeof(Record);
+    next.next_start = i;
+    FAILPOINT(clear_planned);
+    return true;
+  }
+
+  void run_clear(const CommitBlock &now, const CommitBlock &next) {
+    for (u32 i = 0; i < next.n_slots; ++i)
+      for (u64 at = entry(now, i).head; at < next.slot[i].head; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
+  }
+  void run_rows(const CommitBlock &now, const CommitBlock &next) {
+    if (load(c_.reserve, relaxed) < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back
+    fence(seq_cst);                                                                        // pairs with G2 in gather.h
+    FAILPOINT(txn_reserved);
+    u64 id = now.cursor;
+    for (u32 d = 0; d < next.n_slots; ++d) {
+      u32 i = (next.start + d) % next.n_slots;
+      const BlockSlot &e = next.slot[i];
+      for (u64 at = entry(now, i).head; at < e.head;) {
+        Record &r = record(i, at);
+        if (!well_formed(r, at, e.head)) break;  // the plan stopped here too
+        if (at < e.skip_to) {
+          store(r.result, kDropped, relaxed);
+        } else {
+          store(r.result, id, relaxed);
+          copy_rows(i, at + sizeof(Record), r.n_rows, id);
+          id += r.n_rows;
+        }
+        at += r.bytes;
+      }
+    }
+    FAILPOINT(txn_copied);
+  }
+  // Of a record longer than the capacity only the last rows are written; ids advance over the rest.
+  void copy_rows(u32 ring, u64 at, u64 n, u64 id) {
+    u64 size = s_.ring_bytes, whole = s_.capacity * s_.row_bytes;
+    if (n > s_.capacity) {
+      at += (n - s_.capacity) * s_.row_bytes;
+      id += n - s_.capacity;
+      n = s_.capacity;
+    }
+    const u8 *from = s_.ring(ring);
+    u64 to = (id % s_.capacity) * s_.row_bytes, left = n * s_.row_bytes;
+#ifdef SHMBUF_FAILPOINTS
+    u64 half = s_.row_bytes / 2;  // die with half a row in place
+    if (half && half < size - (at & (size - 1))) copy_bytes(s_.rows + to, from + (at & (size - 1)), half);
+    FAILPOINT(txn_mid_row);
+#endif
+    while (left) {
+      u64 o = at & (size - 1), k = left;
+      if (k > size - o) k = size - o;
+      if (k > whole - to) k = whole - to;
+      copy_bytes(s_.rows + to, from + o, k);
+      at += k, left -= k, to += k;
+      if (to == whole) to = 0;
+    }
+  }
+
+  // T5…T7 of the committed block b. `before` tells which rings moved; without it (redo) every sleeper is looked at.
+  void publish(const CommitBlock &b, const CommitBlock *before) {
+    store(c_.base, b.base, release);       // base before cursor: readers load cursor before base
+    FAILPOINT(post_base);
+    store(c_.cursor, b.cursor, release);   // pairs with G1
+    FAILPOINT(post_cursor);
+    for (u32 i = 0; i < b.n_slots; ++i)
+      if (!before || entry(*before, i).head != b.slot[i].head) {
+        store(s_.slot(i).head_pub, b.slot[i].head, release);  // pairs with R1 in ring.h
+        FAILPOINT(post_head);
+      }
+    fence(seq_cst);                        // also what lets a reader of the block notice that it is being rewritten
+    wake_if_armed(c_.data_wait);
+    for (u32 i = 0; i < b.n_slots; ++i)
+      if (!before || entry(*before, i).head != b.slot[i].head) wake_if_armed(s_.slot(i).wait);
+    FAILPOINT(post_woken);
+    store(c_.done_seq, b.seq, release);
+    FAILPOINT(txn_done);
+  }
+
+  Segment &s_;
+  Control &c_;
+};
+
+// A consistent copy of the numbers of the truth, for people and len(); false if transactions outran it (try again).
+inline bool read_block(const Segment &s, CommitBlock &out, BlockSlot *slots, u32 n_slots) {
+  u64 seq = load(s.control().commit_seq, acquire);
+  const CommitBlock &b = s.block(seq);
+  std::memcpy(static_cast<void *>(&out), &b, sizeof(CommitBlock));
+  for (u32 i = 0; i < n_slots; ++i) slots[i] = i < b.n_slots ? b.slot[i] : BlockSlot{};
+  fence(acquire);
+  return load(s.control().commit_seq, relaxed) == seq;
+}
+
+}  // namespace shmbuf

@@ -1,0 +1,30 @@
+"""The process of one case: `python -m tools.bench.case SPEC`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+from .isolate import Emitter
+from .settings import Settings
+
+KINDS = {
+    "ingest": "tools.bench.ingest",
+    "sample": "tools.bench.sampling",
+    "beside": "tools.bench.beside",
+    "memory": "tools.bench.memory",
+    "memcpy": "tools.bench.machine",
+}
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    settings = Settings.from_dict(spec["settings"])
+    # Imported late: a spawned child loads this module again and must not pay for all of them.
+    module = importlib.import_module(KINDS[spec["kind"]])
+    module.run(spec, settings, Emitter(spec["scratch"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""One case in one process: what crashes or hangs there costs only its own figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Outcome:
+    records: list[dict] = field(default_factory=list)
+    error: str | None = None
+    at: str | None = None
+    """The contender that was at work when it ended."""
+
+
+def run_case(spec: dict, timeout: float, python: str = sys.executable) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="shmbuf-bench-") as scratch:
+        out, log = Path(scratch, "records"), Path(scratch, "log")
+        command = [python, "-m", "tools.bench.case", json.dumps({**spec, "scratch": scratch})]
+        with log.open("wb") as sink:
+            # A session of its own, so that its children can be ended with it.
+            child = subprocess.Popen(
+                command, cwd=ROOT, stdout=sink, stderr=sink, start_new_session=True
+            )
+            try:
+                code = child.wait(timeout)
+                error = None if code == 0 else _reason(log, code)
+            except subprocess.TimeoutExpired:
+                error = f"no end within {timeout:.0f} s"
+            finally:
+                _end_session(child)
+        return _read(out, error)
+
+
+def _end_session(child: subprocess.Popen) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+
+
+def _reason(log: Path, code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    # The message of the traceback that came last, not the chatter of other processes after it.
+    errors = [line for line in lines if "Error" in line or "Exception" in line]
+    return (errors or [line for line in lines if line] or [f"exit status {code}"])[-1][:200]
+
+
+def _read(out: Path, error: str | None) -> Outcome:
+    outcome = Outcome(error=error)
+    for line in out.read_text().splitlines() if out.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # cut off by the kill
+        if "at" in record:
+            outcome.at = record["at"]
+        else:
+            outcome.records.append(record)
+    return outcome
+
+
+class Emitter:
+    """The case's side: one JSON line per figure, on disk as soon as it is known."""
+
+    def __init__(self, scratch: str):
+        self._file = Path(scratch, "records").open("a", buffering=1)
+
+    def values(self, key: str, values: list[float]) -> None:
+        self._write({"key": key, "values": values})
+
+    def error(self, key: str, reason: str) -> None:
+        self._write({"key": key, "error": reason[:200]})
+
+    def at(self, contender: str) -> None:
+        self._write({"at": contender})
+
+    def _write(self, record: dict) -> None:
+        self._file.write(json.dumps(record) + "\n")
