@@ -1,0 +1,43 @@
+"""shmbuf: a replay buffer that many processes share. `import shmbuf` loads no torch; the names below load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(("BufferExists", "BufferFormatError", "BufferInUse", "BufferNotFound", "CommitInterrupted", "CommitPending",
+                     "ConcurrentUse", "Lapped", "NotEnoughMemory", "NotEnoughRows", "RingFull", "SchemaError", "ShmbufError",
+                     "StorageLost", "TooManyCollectors"), "errors"),
+    "Schema": "schema",
+    "destroy": "segment",
+    **dict.fromkeys(("Buffer", "Ticket"), "buffer"),
+    "ShmStorage": "storage",
+    "RandomSampler": "samplers",
+    **dict.fromkeys(("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"),
+}
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from shmbuf.buffer import Buffer, Ticket
+    from shmbuf.errors import *  # noqa: F403
+    from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
+    from shmbuf.samplers import RandomSampler
+    from shmbuf.schema import Schema
+    from shmbuf.segment import destroy
+    from shmbuf.storage import ShmStorage
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shmbuf' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"shmbuf.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -22,10 +22,7 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
         for batch in settings.batches:
             for count in settings.producers:
                 crew.round(count, batch, settings.warm_seconds)
-                rates = [
-                    crew.round(count, batch, settings.round_seconds)
-                    for _ in range(settings.rounds)
-                ]
+                rates = [crew.round(count, batch, settings.round_seconds) for _ in range(settings.rounds)]
                 emit.values(f"ingest/{row.name}/{batch}/{count}/{name}", rates)
         emit.values(f"collector/{row.name}/{name}", [crew.memory()])
     finally:
@@ -42,9 +39,7 @@ class Crew:
         self._sent = host.visible() or 0
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, name, host.handle, row.name), daemon=True
-            )
+            process = context.Process(target=_serve, args=(theirs, name, host.handle, row.name), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -72,7 +67,7 @@ class Crew:
         return sum(rows), min(starts), self._wait_visible(max(ends))
 
     def memory(self) -> float:
-        """MiB of anonymous and file pages of the first producer; shared pages are the buffer's."""
+        """MB of anonymous and file pages of the first producer; shared pages are the buffer's."""
         return self._ask(self._connections[:1], ("memory",))[0]
 
     def close(self) -> None:

@@ -16,9 +16,16 @@ from .isolate import Emitter
 from .settings import Settings
 
 PACKAGES = (
-    "shmbuf", "torch", "tensordict", "torchrl", "cpprb", "faster-fifo", "stable-baselines3",
-    "tianshou", "numpy",
-)  # fmt: skip
+    "shmbuf",
+    "torch",
+    "tensordict",
+    "torchrl",
+    "cpprb",
+    "faster-fifo",
+    "stable-baselines3",
+    "tianshou",
+    "numpy",
+)
 
 
 def run(spec: dict, settings: Settings, emit: Emitter) -> None:
@@ -38,10 +45,10 @@ def memcpy_rate(size: int = 32 << 20, repeats: int = 20) -> float:
 
 
 def process_memory() -> float:
-    """MiB of this process that are its own: anonymous and file pages, not shared memory."""
+    """MB of this process that are its own: anonymous and file pages, not shared memory."""
     status = Path("/proc/self/status").read_text()
     kib = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("RssAnon", "RssFile"))
-    return sum(kib) / 1024
+    return sum(kib) * 1024 / 1e6
 
 
 def describe() -> dict[str, str]:

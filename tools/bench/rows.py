@@ -70,9 +70,7 @@ class Row:
 
     def schema(self) -> dict:
         """As `shmbuf.Buffer.create` takes it."""
-        return {
-            c.key[0] if len(c.key) == 1 else c.key: (c.dtype, c.shape) for c in self.columns
-        }
+        return {c.key[0] if len(c.key) == 1 else c.key: (c.dtype, c.shape) for c in self.columns}
 
 
 def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -39,7 +39,11 @@ class Settings:
 
 FULL = Settings()
 QUICK = Settings(
-    producers=(1, 2), warm_seconds=0.1, round_seconds=0.3, rounds=1, turns=8, fill=0.05,
+    producers=(1, 2),
+    warm_seconds=0.1,
+    round_seconds=0.3,
+    rounds=1,
+    turns=8,
+    fill=0.05,
     timeout=90.0,
-)  # fmt: skip
-
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from pathlib import Path
 
 import shmbuf
 
@@ -16,7 +16,7 @@ class TensorDictHost:
     def __init__(self, row: Row, capacity: int, scratch: str):
         from shmbuf import RandomSampler, ShmStorage, TensorDictReplayBuffer
 
-        self.handle = f"bench-{os.getpid()}"
+        self.handle = Path(scratch).name
         example = row.tensordict(row.arrays(1))[0]
         self._buffer = TensorDictReplayBuffer(
             storage=ShmStorage(capacity, name=self.handle, example=example),

@@ -15,9 +15,7 @@ class TensorHost:
 
     def __init__(self, row: Row, capacity: int, scratch: str):
         torch.set_num_threads(1)
-        self.handle = TensorDictReplayBuffer(
-            storage=self._storage(capacity, scratch), batch_size=256, shared=True
-        )
+        self.handle = TensorDictReplayBuffer(storage=self._storage(capacity, scratch), batch_size=256, shared=True)
         for chunk in row.chunks(capacity):
             self.handle.extend(row.tensordict(chunk))
 

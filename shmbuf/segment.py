@@ -1,0 +1,339 @@
+"""Name → segment: created, attached, built, destroyed. A segment is an ordinary POSIX shared-memory object
+``/shmbuf.<uid>.<name>``: made nameless, filled, then linked, so that nobody ever sees half of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import posix_ipc
+
+from shmbuf._extension import native
+from shmbuf.errors import (BufferExists, BufferFormatError, BufferInUse, BufferNotFound, NotEnoughMemory, SchemaError,
+                           StorageLost)
+from shmbuf.schema import Schema
+
+SHM_DIR = "/dev/shm"
+MAX_COLLECTORS, MAX_MEMBERS = 65_535, 256
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_HEADROOM = 16 << 20  # left free for everybody else
+
+
+def check_name(name: Any) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (".", ".."):
+        raise ValueError(f"buffer name {name!r}: 1 to 100 characters out of A-Z a-z 0-9 . _ - are allowed")
+    return name
+
+
+def file_name(name: str, owner: int | None = None) -> str:
+    return f"shmbuf.{os.getuid() if owner is None else owner}.{name}"
+
+
+def path_of(name: str, owner: int | None = None) -> str:
+    return f"{SHM_DIR}/{file_name(name, owner)}"
+
+
+def names(owner: int | None = None) -> list[str]:
+    """Buffers of one user (default: this one), by name."""
+    prefix = file_name("", owner)
+    return sorted(f[len(prefix):] for f in os.listdir(SHM_DIR) if f.startswith(prefix))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        with open(path) as f:
+            return int(f.read())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _cgroup_headroom() -> int | None:
+    """What this process's memory cgroup (v2 or v1) and those above it still allow, file cache counted as free."""
+    try:
+        with open("/proc/self/cgroup") as f:
+            lines = [line.rstrip("\n").split(":", 2) for line in f]
+    except OSError:
+        return None
+    least: int | None = None
+    for _, controllers, path in lines:
+        if controllers == "":
+            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "
+        elif "memory" in controllers.split(","):
+            root, limit, usage, cache = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                         "total_inactive_file ")
+        else:
+            continue
+        while True:
+            at = root + (path if path != "/" else "")
+            most, used = _read_int(f"{at}/{limit}"), _read_int(f"{at}/{usage}")
+            if most is not None and used is not None:
+                try:
+                    with open(f"{at}/memory.stat") as f:
+                        used -= next((int(x.split()[1]) for x in f if x.startswith(cache)), 0)
+                except OSError:
+                    pass
+                least = min(x for x in (least, max(0, most - used)) if x is not None)
+            if path in ("/", ""):
+                break
+            path = os.path.dirname(path)
+    return least
+
+
+def _mem_available() -> int | None:
+    try:
+        with open("/proc/meminfo") as f:
+            return next((int(x.split()[1]) * 1024 for x in f if x.startswith("MemAvailable:")), None)
+    except OSError:
+        return None
+
+
+def _shm_free() -> int:
+    s = os.statvfs(SHM_DIR)
+    return s.f_bavail * s.f_frsize
+
+
+def require_memory(need: int, what: str) -> None:
+    """The OOM killer comes before ENOSPC does, so look first. Raises NotEnoughMemory."""
+    left = {"/dev/shm": _shm_free(), "the machine (MemAvailable)": _mem_available(), "the memory cgroup": _cgroup_headroom()}
+    where, least = min(((k, v) for k, v in left.items() if v is not None), key=lambda kv: kv[1])
+    if need + _HEADROOM > least:
+        raise NotEnoughMemory(_too_little(need, what, where, least))
+
+
+def _too_little(need: int, what: str, where: str, left: int) -> str:
+    remedy = {"/dev/shm": "Enlarge it (docker: --shm-size=… or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
+                          "else: mount -o remount,size=… /dev/shm)",
+              "the memory cgroup": "Raise the container's or job's memory limit"}.get(where, "Free memory")
+    return (f"{what} needs {need:,} bytes, {where} has {left:,} left. {remedy}, choose a smaller capacity, or remove "
+            "buffers nobody needs (`shminfo` lists them). Nothing was created.")
+
+
+# ---- create, attach, build, destroy ----------------------------------------------------------------------------
+
+
+def create(name: str | None, *, capacity: int, max_collectors: int, ring_bytes: int, config: bytes, mode: int,
+           group: str | int | None) -> tuple[str, Any]:
+    """A configuration segment under ``name`` (None: a random one that dies with its owner) and a handle on it."""
+    if not hasattr(os, "O_TMPFILE"):
+        raise OSError("shmbuf needs O_TMPFILE (Linux 3.11)")
+    unnamed = name is None
+    name = f"unnamed.{secrets.token_hex(8)}" if name is None else check_name(name)
+    if mode & 0o007:
+        raise ValueError(f"mode {mode:#o} lets everybody in; share with a group instead: mode=0o660, group=…")
+    need = native.config_bytes(max_collectors, MAX_MEMBERS, len(config))
+    require_memory(need, "the buffer's configuration")
+    fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    handle = None
+    try:
+        if group is not None:
+            import grp
+
+            os.fchown(fd, -1, grp.getgrnam(group).gr_gid if isinstance(group, str) else group)
+        os.fchmod(fd, mode)  # not through the umask
+        os.posix_fallocate(fd, 0, need)
+        native.format(fd, capacity, max_collectors, MAX_MEMBERS, ring_bytes, config, secrets.randbits(64), unnamed)
+        lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        keep, fd = fd, -1
+        handle = native.Handle(keep, lock_fd)  # takes both, also when it raises
+        # src_dir_fd makes CPython call linkat(AT_SYMLINK_FOLLOW), without which /proc/self/fd cannot be linked
+        os.link(f"/proc/self/fd/{keep}", path_of(name), src_dir_fd=keep, follow_symlinks=True)
+        handle.add_role(native.CREATOR)
+        return name, handle
+    except OSError as e:
+        if handle is not None:
+            handle.close()
+        if e.errno == errno.EEXIST:
+            raise BufferExists(_exists_text(name)) from None
+        if e.errno == errno.ENOSPC:
+            raise NotEnoughMemory(_too_little(need, "the buffer's configuration", "/dev/shm", _shm_free())) from None
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _exists_text(name: str) -> str:
+    what = ""
+    try:
+        handle = attach(name, watch=True)
+        h, live = handle.header, [m for m in handle.members() if m["alive"]]
+        age = time.time() - h["created"]
+        what = (f" ({handle.size:,} of {h['capacity']:,} rows, created {age:,.0f} s ago, "
+                f"{'attached: pid ' + ', '.join(str(m['pid']) for m in live[:8]) if live else 'nobody attached'})")
+        handle.close()
+    except (OSError, ValueError, RuntimeError):
+        pass
+    return (f"a buffer named {name!r} exists{what}. Attach to it: shmbuf.attach({name!r}) or exists=\"attach\"; "
+            f"replace it when nobody is attached: exists=\"replace\"; remove it: shmbuf.destroy({name!r}) or `shminfo rm {name}`.")
+
+
+def _check_file(name: str, owner: int | None, readonly: bool) -> None:
+    path = path_of(name, owner)
+    try:
+        st = os.lstat(path)
+    except FileNotFoundError:
+        raise BufferNotFound(_not_found_text(name, owner)) from None
+    if not stat.S_ISREG(st.st_mode):
+        raise BufferFormatError(f"{path} is no regular file (mode {stat.filemode(st.st_mode)}); it is not opened")
+    if st.st_mode & 0o002:
+        raise BufferFormatError(f"{path} is writable by everybody (mode {stat.filemode(st.st_mode)}); it is not trusted")
+    wanted = os.getuid() if owner is None else owner
+    if st.st_uid != wanted and not readonly:
+        raise BufferFormatError(f"{path} belongs to uid {st.st_uid}, not {wanted}; it is not trusted. Look with readonly=True")
+
+
+def _not_found_text(name: str, owner: int | None) -> str:
+    known = names(owner)
+    others = sorted(f.split(".")[1] for f in os.listdir(SHM_DIR)
+                    if re.fullmatch(rf"shmbuf\.\d+\.{re.escape(name)}", f) and f != file_name(name, owner))
+    text = f"no buffer named {name!r}"
+    if others:
+        text += f"; uid {', '.join(others)} has one: attach(name, owner=…)"
+    return text + f". Known: {', '.join(known[:20]) if known else 'none'}."
+
+
+def attach(name: str, *, owner: int | None = None, readonly: bool = False, watch: bool = False, presence: bool = True) -> Any:
+    """A handle on an existing segment. ``watch``: read-only and invisible (no presence, no member entry).
+
+    Raises:
+        BufferNotFound, BufferFormatError, PermissionError
+    """
+    check_name(name)
+    readonly = readonly or watch
+    flags = (native.READONLY if readonly else 0) | (0 if presence and not watch else native.NO_PRESENCE)
+    for _ in range(200):
+        _check_file(name, owner, readonly)
+        try:
+            fds = [_open("/" + file_name(name, owner), readonly) for _ in range(2)]
+        except posix_ipc.ExistentialError:
+            continue
+        except posix_ipc.PermissionsError:
+            raise PermissionError(f"{path_of(name, owner)}: this user may not open it"
+                                  + ("" if readonly else " for writing; look with readonly=True")) from None
+        inodes = [os.fstat(fd) for fd in fds]
+        if inodes[0].st_ino != inodes[1].st_ino or not inodes[0].st_nlink:  # replaced between the two
+            for fd in fds:
+                os.close(fd)
+            continue
+        try:
+            handle = native.Handle(*fds, flags)
+        except native.FormatError as e:
+            raise BufferFormatError(f"{path_of(name, owner)}: {e}") from None
+        if flags & native.NO_PRESENCE:
+            return handle
+        if handle.present:
+            try:
+                if os.stat(path_of(name, owner)).st_ino == inodes[0].st_ino:
+                    return handle
+            except FileNotFoundError:
+                pass
+        handle.close()  # somebody is destroying it
+        time.sleep(0.01)
+    raise BufferInUse(f"buffer {name!r} is being destroyed by another process; try again")
+
+
+def _open(shm_name: str, readonly: bool) -> int:
+    """posix_ipc with size 0: any other size would resize everybody's segment."""
+    return posix_ipc.SharedMemory(shm_name, read_only=readonly).fd if readonly else posix_ipc.SharedMemory(shm_name).fd
+
+
+def build(handle: Any, schema: Schema, whose: str) -> Schema:
+    """Give the segment its rows. Of several processes at once one builds, the others' schemas are checked against it.
+
+    Returns the buffer's schema. Raises SchemaError, NotEnoughMemory, StorageLost.
+    """
+    while not handle.ready:
+        if handle.destroyed:
+            raise StorageLost("the buffer was destroyed before it got its schema")
+        if not handle.try_lock_build():
+            time.sleep(0.001)  # the lock goes with its holder, so this ends
+            continue
+        try:
+            if handle.ready:
+                break
+            h = handle.header
+            ring = native.ring_bytes(h["ring_bytes"], schema.row_bytes)
+            rows = h["capacity"] * schema.row_bytes
+            what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {ring:,},"
+            require_memory(rows + ring, what)
+            if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns)):
+                if error in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                    raise NotEnoughMemory(_too_little(rows, what, "/dev/shm", _shm_free()))
+                raise OSError(error, f"growing the segment: {os.strerror(error)}")
+        finally:
+            handle.unlock_build()
+    try:
+        mine = Schema.from_bytes(handle.schema)
+    except native.FormatError as e:
+        raise BufferFormatError(str(e)) from None
+    if schema != mine:
+        mine.require_same(schema, whose)
+    return mine
+
+
+def destroy(name: str, *, force: bool = False, owner: int | None = None, instance_id: int | None = None) -> None:
+    """Remove a buffer. Without ``force`` only if nobody is attached; with it, those attached get StorageLost from their next
+    put or wait, and their memory goes when they do.
+
+    Raises:
+        BufferNotFound, BufferInUse, BufferFormatError (of a damaged one, unless forced)
+    """
+    check_name(name)
+    path = path_of(name, owner)
+    try:
+        handle = attach(name, owner=owner, presence=False)
+    except BufferFormatError:
+        if not force or not stat.S_ISREG(os.lstat(path).st_mode):
+            raise
+        os.unlink(path)
+        return
+    lock_fd = -1
+    try:
+        if instance_id is not None and handle.header["instance_id"] != instance_id:
+            raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
+        lock_fd = _open("/" + file_name(name, owner), False)
+        if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
+            live = [m for m in handle.members() if m["alive"] and m["pid"] != os.getpid()]
+            who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8]) or "this process"
+            raise BufferInUse(f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
+                              f"`shminfo rm --force {name}` to take it from under them.")
+        handle.mark_destroyed()
+        posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
+    except posix_ipc.ExistentialError:
+        raise BufferNotFound(_not_found_text(name, owner)) from None
+    finally:
+        if lock_fd >= 0:
+            os.close(lock_fd)
+        handle.close()
+
+
+def stale_unnamed() -> Iterator[str]:
+    """This user's unnamed buffers that nobody is attached to: their owners were killed."""
+    for name in names():
+        if name.startswith("unnamed."):
+            try:
+                fd = _open("/" + file_name(name), False)
+            except posix_ipc.Error:
+                continue
+            try:
+                if native.lock_byte(fd, native.LOCK_PRESENCE, True):
+                    yield name
+            finally:
+                os.close(fd)
+
+
+def collect_unnamed() -> None:
+    for name in list(stale_unnamed()):  # a list: the generator holds a lock while it yields
+        try:
+            destroy(name)
+        except (BufferNotFound, BufferInUse, BufferFormatError):
+            pass  # somebody else was faster, or it is no buffer of ours

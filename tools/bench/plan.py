@@ -1,0 +1,59 @@
+"""Which cases there are, in the order they run: peers of one kind right after each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from . import peers
+from .settings import Settings
+
+# Those whose buffer a learner can sample while others write.
+SHARED = (peers.OURS, "cpprb", "torchrl")
+# With torch not imported here: the names of samplers.NAMES, ours first.
+SAMPLERS = (
+    peers.OURS,
+    "index_select",
+    "torchrl",
+    "torchrl memmap",
+    "cpprb",
+    "tianshou",
+    "sb3",
+)
+BESIDE = (("mujoco", 1), ("mujoco", 64), ("atari", 64))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kind: str
+    row: str = ""
+    contender: str = ""
+    batch: int = 0
+
+    def spec(self, settings: Settings) -> dict:
+        return {
+            "kind": self.kind,
+            "row": self.row,
+            "contender": self.contender,
+            "contenders": list(SAMPLERS) if self.kind == "sample" else [],
+            "batch": self.batch,
+            "settings": settings.as_dict(),
+        }
+
+
+def cases(only: list[str]) -> list[Case]:
+    """All of them, or those that a pattern or part of a name in `only` picks."""
+    every = [Case("memcpy/before", "memcpy")]
+    for row in ("mujoco", "atari"):
+        every += [Case(f"ingest/{row}/{n}", "ingest", row, n) for n in peers.NAMES]
+    every += [Case(f"sample/{row}", "sample", row) for row in ("mujoco", "atari")]
+    for row, batch in BESIDE:
+        every += [Case(f"beside/{row}/{batch}/{n}", "beside", row, n, batch) for n in SHARED]
+    every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
+    every += [Case("memcpy/after", "memcpy")]
+    if not only:
+        return every
+    return [
+        case for case in every if case.kind == "memcpy" or any(o in case.name or fnmatch(case.name, o) for o in only)
+    ]
