@@ -14,6 +14,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -639,9 +640,32 @@ class Buffer:
 
     def fetch_into(self, columns: Any, addresses: list[int], ids: np.ndarray) -> np.ndarray:
         """For the floors above: the rows of int64 ids into packed memory; returns bool[n] valid."""
-        valid = np.empty(len(ids), np.uint8)
-        self._call("fetch", columns, addresses, len(ids), ids.ctypes.data, valid.ctypes.data)
-        return valid.view(bool)
+        done = np.zeros(len(ids), np.uint8)
+        self._call("fetch", columns, addresses, len(ids), ids.ctypes.data, done.ctypes.data)
+        return done.view(bool)
+
+    def fetch_slots_into(self, columns: Any, addresses: list[int], slots: np.ndarray, seconds: float = 1.0) -> np.ndarray:
+        """For the floors above: the rows that lie in these slots into packed memory; returns their ids, int64[n].
+
+        A row that is overwritten meanwhile is read again as its successor. Raises IndexError for a slot beyond the stored
+        rows, Lapped if some slot stays in transition for ``seconds``.
+        """
+        n, capacity, give_up = len(slots), self.capacity, time.monotonic() + seconds
+        done = np.zeros(n, np.uint8)
+        while True:
+            lo, _, hi = self._get("window")
+            if n and (int(slots.min()) < 0 or int(slots.max()) >= hi - lo):
+                raise IndexError(f"index {int(slots.max() if slots.min() >= 0 else slots.min())} is out of range: "
+                                 f"{hi - lo:,} rows are stored")
+            fresh = hi - 1 - (hi - 1 - slots) % capacity  # the newest id of each slot
+            ids = np.where(done, ids, fresh) if done.any() else fresh
+            if self._call("fetch", columns, addresses, n, ids.ctypes.data, done.ctypes.data) == n:
+                return ids
+            if time.monotonic() > give_up:
+                raise Lapped(f"{int(n - done.sum()):,} of {n:,} rows are being overwritten for {seconds:g} s; {self._writer_text()}")
+            if not self._readonly:
+                self.drain()
+            time.sleep(5e-5)
 
     # ---- the rest -----------------------------------------------------------------------------------------------
 
@@ -665,7 +689,7 @@ class Buffer:
     def __repr__(self) -> str:
         if self.closed:
             return f"Buffer({self.name!r}, closed)"
-        return f"Buffer({self.name!r}, {len(self):,} of {self.capacity:,} rows, {self._schema or 'no schema yet'})"
+        return f"Buffer({self.name!r}, {len(self):,} of {self.capacity:,} rows, {self.schema or 'no schema yet'})"
 
 
 class _Nothing:

@@ -60,19 +60,23 @@ class Gather {
       return false;
     });
   }
-  // The rows named by ids. valid[j] = 0: not stored (yet, or any more); its output bytes are arbitrary. Returns how many are valid.
-  u64 fetch(u64 n, const u64 *ids, u8 *valid) const {
-    u64 good = n;
+  // The rows named by ids. Rows with done[j] != 0 are left alone; done[j] becomes 1 for each that was copied whole. One that is
+  // not stored (yet, or any more) keeps 0 and its output bytes are arbitrary. Returns how many are done.
+  u64 fetch(u64 n, const u64 *ids, u8 *done) const {
     Window w = window(s_);
-    for (u64 j = 0; j < n; ++j) valid[j] = ids[j] >= w.lo && ids[j] < w.hi;
+    for (u64 j = 0; j < n; ++j)
+      if (!done[j] && ids[j] >= w.lo && ids[j] < w.hi) done[j] = kWanted;
     copy(n, ids, [&](u64 j) {
-      valid[j] = 0, --good;
+      if (done[j] == kWanted) done[j] = 0;
       return true;
-    }, valid);
+    }, done);
+    u64 good = 0;
+    for (u64 j = 0; j < n; ++j) good += done[j] = done[j] != 0;
     return good;
   }
 
  private:
+  static constexpr u8 kWanted = 2;
   static constexpr u64 kAhead = 12, kBlock = 16;  // rows prefetched ahead, rows validated by one load of reserve
 
   void prefetch(u64 id) const {
@@ -99,12 +103,12 @@ class Gather {
       u64 r = load(s_.control().reserve, relaxed);
       for (u64 j = b; j < e; ++j) {
         if (j + kAhead < n) prefetch(ids[j + kAhead]);
-        if ((!wanted || wanted[j]) && ids[j] + s_.capacity >= r) copy_row(ids[j], j);
+        if ((!wanted || wanted[j] == kWanted) && ids[j] + s_.capacity >= r) copy_row(ids[j], j);
       }
       fence(acquire);  // G2
       r = load(s_.control().reserve, relaxed);
       for (u64 j = b; j < e; ++j)
-        if ((wanted && !wanted[j]) || ids[j] + s_.capacity < r)
+        if ((!wanted || wanted[j] == kWanted) && ids[j] + s_.capacity < r)
           if (!rejected(j)) return j;
     }
     return n;

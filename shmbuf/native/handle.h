@@ -228,8 +228,8 @@ class Handle {
       nap(50'000);
     }
   }
-  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *valid) {
-    return Gather(s_, columns, n_columns).fetch(n, ids, valid);
+  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done) {
+    return Gather(s_, columns, n_columns).fetch(n, ids, done);
   }
   void seed(u64 value) { seed_ = value, calls_.store(0, relaxed); }
 

@@ -212,15 +212,12 @@ int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, 
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);
 }
-u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 valid) {
+u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 done) {
   Handle::Use use(*h);
-  if (!h->ready()) {
-    std::memset(reinterpret_cast<void *>(valid), 0, n);
-    return 0;
-  }
+  if (!h->ready()) return 0;
   auto out = out_columns(columns, addresses);
   Ungil gil(n * h->segment().row_bytes > kHoldGil);
-  return h->fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(valid));
+  return h->fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(done));
 }
 int wait_rows(const H &h, u64 rows, double timeout) {
   Handle::Use use(*h);
@@ -461,7 +458,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a)
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a)
       .def("draw", &draw, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a)
-      .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "valid"_a)
+      .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a)
       .def("seed", [](const H &h, u64 value) { h->seed(value); }, "value"_a)
       .def("help", [](const H &h) {

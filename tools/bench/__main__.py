@@ -29,14 +29,15 @@ def main() -> int:
         print(*(case.name for case in cases), sep="\n")
         return 0
 
-    console, results = Console(), Results()
+    # Piped into a file, the table may be as wide as it needs.
+    console, results = Console(width=None if sys.stdout.isatty() else 180), Results()
     for number in range(args.passes):
         for index, case in enumerate(cases, 1):
             start = time.monotonic()
             error = _run(case, settings, results)
             console.print(
                 f"pass {number + 1}, case {index}/{len(cases)}: {case.name}, "
-                f"{time.monotonic() - start:.0f} s{f' – {error}' if error else ''}",
+                f"{time.monotonic() - start:.0f} s{f' - {error}' if error else ''}",
                 markup=False,
                 highlight=False,
             )

@@ -15,11 +15,11 @@ import numpy as np
 from . import peers
 from .ingest import Crew
 from .isolate import Emitter
+from .plan import ALONE, BURNING, COPYING, WRITING
 from .rows import ROWS
 from .settings import Settings
 
 COLLECTORS = 2
-ALONE, WRITING, BURNING, COPYING = "alone", "writing", "burning", "copying"
 _LEAD = 0.1
 """Seconds the others are at work before and after the sampler is timed."""
 
@@ -43,7 +43,7 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     try:
         crew.round(COLLECTORS, batch, settings.warm_seconds)
         _sample_for(sample, settings.warm_seconds)
-        for _ in range(settings.rounds):
+        for _ in range(settings.beside_rounds):
             measure(ALONE)
 
             chosen = crew.start(COLLECTORS, batch, seconds + 2 * _LEAD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from . import peers
@@ -72,10 +73,8 @@ class Crew:
 
     def close(self) -> None:
         for connection in self._connections:
-            try:
+            with suppress(OSError):
                 connection.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(5)
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,10 +53,15 @@ def run_case(spec: dict, timeout: float, python: str = sys.executable) -> Outcom
 
 
 def _end_session(child: subprocess.Popen) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    # SIGTERM spares multiprocessing's resource tracker, which then unlinks what the others left.
+    for signum, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 1.0)):
+        deadline = time.monotonic() + patience
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signum)
+            while time.monotonic() < deadline:
+                child.poll()
+                os.killpg(child.pid, 0)
+                time.sleep(0.05)
     child.wait()
 
 
@@ -91,7 +98,7 @@ class Emitter:
     """The case's side: one JSON line per figure, on disk as soon as it is known."""
 
     def __init__(self, scratch: str):
-        self._file = Path(scratch, "records").open("a", buffering=1)
+        self._path = Path(scratch, "records")
 
     def values(self, key: str, values: list[float]) -> None:
         self._write({"key": key, "values": values})
@@ -103,4 +110,5 @@ class Emitter:
         self._write({"at": contender})
 
     def _write(self, record: dict) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from . import peers
-from .plan import BESIDE, SAMPLERS, SHARED
+from .peers import NAMES, OURS, OURS_NUMPY
+from .plan import ALONE, BESIDE, BURNING, COPYING, SAMPLERS, SHARED, WRITING
 from .results import Results
 from .rows import ROWS
 from .settings import Settings
 
-PEERS = tuple(n for n in peers.NAMES if n not in (peers.OURS, peers.OURS_NUMPY))
-SAMPLING_PEERS = tuple(n for n in SAMPLERS if n not in (peers.OURS, "index_select"))
+PEERS = tuple(n for n in NAMES if n not in (OURS, OURS_NUMPY))
+SAMPLING_PEERS = tuple(n for n in SAMPLERS if n not in (OURS, "index_select"))
 
 
 @dataclass
 class Goal:
     text: str
     value: float | None
-    unit: str = "×"
+    unit: str = "x"
     least: float | None = None
     most: float | None = None
 
@@ -38,6 +38,7 @@ class Line:
     peers: dict[str, float | None] = field(default_factory=dict)
     goal: Goal | None = None
     more_is_better: bool = True
+    us: str = OURS
     errors: str = ""
     """Where in the results the reasons for missing figures are: `kind/row`."""
 
@@ -66,45 +67,44 @@ def _ingest(results: Results, settings: Settings) -> Iterator[Line]:
     memcpy = max(results.values.get("memcpy", [0])) or None
     for row in ROWS.values():
         for batch in settings.batches:
-            two = results.get(f"ingest/{row.name}/{batch}/2/{peers.OURS}")
+            two = results.get(f"ingest/{row.name}/{batch}/2/{OURS}")
             for count in settings.producers:
                 prefix = f"ingest/{row.name}/{batch}/{count}"
-                ours, others = results.get(f"{prefix}/{peers.OURS}"), results.peers(prefix, PEERS)
+                ours, others = results.get(f"{prefix}/{OURS}"), results.peers(prefix, PEERS)
                 goal = None
                 if count > 2:
-                    goal = Goal("≥ 0.8 × 2 producers", over(ours, two), "× 2 producers", least=0.8)
+                    goal = Goal("≥ 0.8 x 2 producers", over(ours, two), "x 2 producers", least=0.8)
                 elif count == 2 and row.name == "mujoco":
                     least = 4 if batch == 1 else 3
                     ratio = over(ours, others.get("cpprb"))
-                    goal = Goal(f"≥ {least} × cpprb", ratio, "× cpprb", least=least)
+                    goal = Goal(f"≥ {least} x cpprb", ratio, "x cpprb", least=least)
                 elif count == 2:
                     share = over(ours and ours * row.nbytes, memcpy)
                     # The target speaks of rows in batches; for single rows the share is shown.
-                    least, text = (0.4, "≥ 0.4 × memcpy") if batch > 1 else (None, "")
-                    goal = Goal(text, share, "× memcpy", least=least)
+                    least, text = (0.4, "≥ 0.4 x memcpy") if batch > 1 else (None, "")
+                    goal = Goal(text, share, "x memcpy", least=least)
                 what = f"ingest {row.name}, {batch}-row, {_count(count, 'producer')}"
                 place = f"ingest/{row.name}"
                 yield Line(what, "rows/s", ours, others, goal, errors=place)
-                numpy = results.get(f"{prefix}/{peers.OURS_NUMPY}")
-                if numpy is not None or f"{place}/{peers.OURS_NUMPY}" in results.errors:
-                    best = {k: v for k, v in others.items() if v is not None}
-                    top = dict([max(best.items(), key=lambda p: p[1])]) if best else {}
-                    yield Line(f"{what}, from numpy", "rows/s", numpy, top, errors=place)
+                numpy = Line(f"{what}, from numpy", "rows/s", results.get(f"{prefix}/{OURS_NUMPY}"))
+                numpy.us, numpy.errors = OURS_NUMPY, place
+                numpy.peers = {name: value for name, value in others.items() if value is not None}
+                yield numpy
 
 
 def _sample(results: Results, settings: Settings) -> Iterator[Line]:
     for row in ROWS.values():
         prefix = f"sample/{row.name}"
-        ours, in_place = (results.get(f"{prefix}/{n}") for n in (peers.OURS, "shmbuf out="))
+        ours, in_place = (results.get(f"{prefix}/{n}") for n in (OURS, "shmbuf out="))
         bare, bare_out = (results.get(f"{prefix}/index_select{end}") for end in ("", " out="))
         others = results.peers(prefix, SAMPLING_PEERS)
         what = f"sample({settings.batch_size}) {row.name}, {settings.capacity(row):,} rows"
         common = {"more_is_better": False, "errors": prefix}
         best = Line(what, "s", ours, others, **common)
-        best.goal = Goal("≤ 0.5 × fastest peer", best.ratio, "× fastest", most=0.5)
+        best.goal = Goal("≤ 0.5 x fastest peer", best.ratio, "x fastest", most=0.5)
         yield best
         most = 1.0 if row.name == "mujoco" else 1.2
-        goal = Goal(f"≤ {most} × index_select", over(ours, bare), "× index_select", most=most)
+        goal = Goal(f"≤ {most} x index_select", over(ours, bare), "x index_select", most=most)
         yield _limit(f"{what}, the limit", ours, "torch.index_select", bare, goal, common)
         yield _limit(f"{what}, out=", in_place, "torch.index_select out=", bare_out, None, common)
 
@@ -114,35 +114,29 @@ def _limit(what, ours, name, value, goal, common) -> Line:
 
 
 def _beside(results: Results, settings: Settings) -> Iterator[Line]:
-    rivals = tuple(n for n in SHARED if n != peers.OURS)
+    rivals = tuple(n for n in SHARED if n != OURS)
+    company = {ALONE: "nobody", WRITING: "2 collectors", BURNING: "2 Python loops", COPYING: "2 private copies"}
     for row, batch in BESIDE:
         prefix, place = f"beside/{row}/{batch}", f"beside/{row}"
-        what = f"samples beside {{}}, {row}, {batch}-row"
-        others = {
-            "nobody": "alone",
-            "2 collectors": "writing",
-            "2 Python loops": "burning",
-            "2 private copies": "copying",
-        }
-        ours = {phase: results.get(f"{prefix}/{phase}/{peers.OURS}") for phase in others.values()}
-        for name, phase in others.items():
-            goal = None
-            if phase == "writing":
-                # What two processes cost that take as much CPU and copy as many bytes.
-                share = over(ours["writing"], ours["copying"])
-                goal = Goal("≥ 0.9 × private copies", share, "× private copies", least=0.9)
-            peer_figures = results.peers(f"{prefix}/{phase}", rivals)
-            yield Line(what.format(name), "1/s", ours[phase], peer_figures, goal, errors=place)
-        for name, phase in (("nobody", "alone"), ("2 collectors", "writing")):
-            key = f"{prefix}/cpu {phase}"
-            cost = results.get(f"{key}/{peers.OURS}")
-            text = f"CPU of one sample beside {name}, {row}, {batch}-row"
-            figures = results.peers(key, rivals)
-            yield Line(text, "s", cost, figures, more_is_better=False, errors=place)
-        key = f"{prefix}/written"
-        text = f"rows written beside the sampler, {row}, {batch}-row"
-        ours_written = results.get(f"{key}/{peers.OURS}")
-        yield Line(text, "rows/s", ours_written, results.peers(key, rivals), errors=place)
+
+        def line(what: str, figure: str, unit: str, goal: Goal | None, prefix=prefix, place=place) -> Line:
+            ours, others = results.get(f"{prefix}/{figure}/{OURS}"), results.peers(f"{prefix}/{figure}", rivals)
+            return Line(what, unit, ours, others, goal, more_is_better=unit != "s", errors=place)
+
+        def explained(figure: str, prefix=prefix) -> float | None:
+            """Beside collectors, over beside two processes that take as much CPU and copy as many bytes."""
+            return over(*(results.get(f"{prefix}/{figure}{phase}/{OURS}") for phase in (WRITING, COPYING)))
+
+        for phase, who in company.items():
+            goal = Goal("≥ 0.9 x private copies", explained(""), "x private copies", least=0.9)
+            yield line(
+                f"sampling beside {who}, {row}, {batch}-row", phase, "samples/s", goal if phase == WRITING else None
+            )
+        for phase in (ALONE, WRITING, COPYING):
+            goal = Goal("≤ 1.1 x private copies", explained("cpu "), "x private copies", most=1.1)
+            what = f"CPU of one sample beside {company[phase]}, {row}, {batch}-row"
+            yield line(what, f"cpu {phase}", "s", goal if phase == WRITING else None)
+        yield line(f"rows written beside the sampler, {row}, {batch}-row", "written", "rows/s", None)
 
 
 def _memory(results: Results, settings: Settings) -> Iterator[Line]:

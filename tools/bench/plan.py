@@ -20,6 +20,8 @@ SAMPLERS = (
     "tianshou",
     "sb3",
 )
+# What the sampler has beside it, and the rows and records of those who write.
+ALONE, WRITING, BURNING, COPYING = "alone", "writing", "burning", "copying"
 BESIDE = (("mujoco", 1), ("mujoco", 64), ("atari", 64))
 
 

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from .lines import Line
-from .peers import OURS
 from .results import Results
 from .settings import Settings
 
@@ -38,7 +37,7 @@ def number(value: float, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 class Footnotes:
@@ -64,7 +63,7 @@ def _row(line: Line, notes: Footnotes) -> tuple[str, ...]:
 
     def figure(name: str, value: float | None) -> str:
         if value is None:
-            return f"–{notes.mark(f'{line.errors}/{name}')}"
+            return f"-{notes.mark(f'{line.errors}/{name}')}"
         return number(value, line.unit)
 
     others = ", ".join(f"{name} {figure(name, value)}" for name, value in line.ranked)
@@ -72,12 +71,12 @@ def _row(line: Line, notes: Footnotes) -> tuple[str, ...]:
     if goal and goal.value is not None:
         reached = f"{goal.value:.3g} {goal.unit}".strip()
         reached += {True: " ✓", False: " ✗", None: ""}[goal.met]
-    ours = figure(OURS, line.ours)
+    ours = figure(line.us, line.ours)
     return (
         line.what,
         ours + (unit if line.ours is not None else ""),
         others,
-        "" if line.ratio is None else f"{line.ratio:.2f} ×",
+        "" if line.ratio is None else f"{line.ratio:.2f} x",
         goal.text if goal else "",
         reached,
     )

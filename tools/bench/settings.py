@@ -17,6 +17,8 @@ class Settings:
     round_seconds: float = 1.0
     """One ingest round or one phase of sampling beside collectors."""
     rounds: int = 3
+    beside_rounds: int = 5
+    """More of them: which of three processes share a core is luck for seconds."""
     turns: int = 80
     """Round-robin turns of the uniform samplers."""
     turn_seconds: float = 0.01
@@ -43,7 +45,8 @@ QUICK = Settings(
     warm_seconds=0.1,
     round_seconds=0.3,
     rounds=1,
+    beside_rounds=1,
     turns=8,
-    fill=0.05,
+    fill=0.25,
     timeout=90.0,
 )

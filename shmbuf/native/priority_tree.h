@@ -1,0 +1,259 @@
+// Priorities: a tree whose every node is recomputed from its children (an f-array). Sums cannot drift, and a process killed
+// half-way leaves a stale path that the next refresh of it, or the scrub, heals. Nobody owns it: all words change by CAS.
+//
+//   leaf   {float32 p, u32 generation}             8 bytes, one per slot; p = -0.0 is fresh: evicted, not published yet
+//   node   {float64 sum, float32 min, u32 tag}     16 bytes, over 8 children; min is that of the positive ones, 0 if none
+//   level  0 over the leaves … the last is the root; each rounded up to whole lines, about 10.3 bytes a row in all
+//
+//   writer    T2  evict: leaf.store {generation, -0.0}       the old row leaves, the new one cannot be drawn
+//             T6  publish: leaf.cas {generation, -0.0} → p   only what is still fresh: redone after a crash, never over a user's p
+//   anyone    set: leaf.cas {generation, any} → p            a row overwritten meanwhile has another generation: nothing happens
+//   all       then refresh every node above, twice if the first CAS fails: whoever beat the second has read our leaf
+//
+// All of refresh is seq_cst and its CAS is never skipped, even for an equal sum (tests/models/tree16.pml, tree.c: each fails
+// without). A tag repeats after 2^32 refreshes of one node. Zeroed memory is an empty tree. Rows of p = 0, and fresh ones,
+// are never drawn and never the minimum.
+#pragma once
+#include "failpoint.h"
+#include "layout.h"
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+namespace shmbuf {
+
+// ---- belongs in memory.h, beside compare_exchange ---------------------------------------------------------------
+// Two words changed together: cmpxchg16b, casp or ldxp/stxp. Not std::atomic_ref: of 16 bytes it calls libatomic, whose locks
+// another process does not see. Each half may be loaded alone; seq_cst.
+#if !defined(__GCC_HAVE_SYNC_COMPARE_AND_SWAP_16) && !defined(__aarch64__)
+#error "a 16-byte compare-and-swap is needed: build with -mcx16"
+#endif
+struct alignas(16) Pair { u64 low, high; };
+static_assert(std::endian::native == std::endian::little);
+inline bool compare_exchange(Pair &word, Pair expected, Pair desired) {
+  using u128 = unsigned __int128;
+  return __sync_bool_compare_and_swap(reinterpret_cast<u128 *>(&word), std::bit_cast<u128>(expected), std::bit_cast<u128>(desired));
+}
+// ---- end --------------------------------------------------------------------------------------------------------
+
+class PriorityTree {
+ public:
+  static constexpr u32 kFanOut = 8, kMaxLevels = 17;
+
+  static u64 bytes(u64 capacity) {
+    u64 n = align_up(capacity * sizeof(u64), kLine);
+    for (u64 c = parents(capacity);; c = parents(c)) {
+      n += align_up(c * sizeof(Pair), kLine);
+      if (c == 1) return n;
+    }
+  }
+  // `memory`: bytes(capacity) of them, aligned to 128.
+  PriorityTree(u8 *memory, u64 capacity) : capacity_(capacity), leaf_(reinterpret_cast<u64 *>(memory)) {
+    memory += align_up(capacity * sizeof(u64), kLine);
+    for (u64 c = parents(capacity);; c = parents(c)) {
+      level_[levels_] = reinterpret_cast<Pair *>(memory), count_[levels_++] = c;
+      memory += align_up(c * sizeof(Pair), kLine);
+      if (c == 1) return;
+    }
+  }
+  void format() { std::memset(static_cast<void *>(leaf_), 0, bytes(capacity_)); }  // for memory that is not zero yet
+
+  // ---- changing ----
+  // p^alpha of rows by id: finite, not negative. Returns to how many it was applied; the others have been overwritten.
+  u64 set(const u64 *ids, const float *p, u64 n) {
+    u64 applied = 0, above[kBatch];
+    for (u64 b = 0; b < n; b += kBatch) {
+      u64 e = std::min(n, b + kBatch), m = 0;
+      for (u64 j = b; j < e; ++j) {
+        if (j + kAhead < e) __builtin_prefetch(&leaf_[ids[j + kAhead] % capacity_], 1);
+        u64 slot = ids[j] % capacity_, g = generation(ids[j]), next = g | std::bit_cast<u32>(p[j] + 0.0f);  // -0.0 becomes 0
+        for (u64 seen = load(leaf_[slot], seq_cst); (seen & kGeneration) == g;)
+          if (compare_exchange(leaf_[slot], seen, next, seq_cst)) {
+            above[m++] = slot / kFanOut;
+            break;
+          }
+      }
+      FAILPOINT(tree_leaves_set);
+      applied += m;
+      refresh_above(above, m);
+    }
+    return applied;
+  }
+  // T2, by the writer, before a byte of the rows [first, first + n) is stored.
+  void evict(u64 first, u64 n) {
+    each_slot(first, n, [&](u64 slot, u64 g, u64) { store(leaf_[slot], g | kFresh, seq_cst); });
+  }
+  // T6, by the writer, after the commit. p: one for all (stride 0) or one a row (stride 1).
+  void publish(u64 first, const float *p, u64 stride, u64 n) {
+    each_slot(first, n, [&](u64 slot, u64 g, u64 j) {
+      u64 fresh = g | kFresh;
+      compare_exchange(leaf_[slot], fresh, g | std::bit_cast<u32>(p[j * stride] + 0.0f), seq_cst);
+    });
+  }
+  // Refresh everything above slots [slot, slot + n), by default all. At rest this leaves no stale node, whoever died. Returns
+  // how many nodes it changed.
+  u64 scrub(u64 slot = 0, u64 n = ~0ull) {
+    u64 changed = 0;
+    if (slot < capacity_) refresh_range(slot, slot + std::min(n, capacity_ - slot), &changed);
+    return changed;
+  }
+
+  // ---- looking ----
+  double sum() const { return std::bit_cast<double>(load(root().low, seq_cst)); }
+  float min() const { return low_float(load(root().high, seq_cst)); }  // the smallest positive p, 0 if there is none
+
+  // The priorities of rows by id; NaN if overwritten, -0.0 if not published yet.
+  void get(const u64 *ids, u64 n, float *p) const {
+    for (u64 j = 0; j < n; ++j) {
+      u64 word = load(leaf_[ids[j] % capacity_], acquire);
+      p[j] = (word & kGeneration) == generation(ids[j]) ? low_float(word) : std::numeric_limits<float>::quiet_NaN();
+    }
+  }
+  // n rows, each with probability p / sum, for n numbers in [0, 1). Each (id, p) is one leaf at one instant; whether the row is
+  // still there the gather finds out. `cursor` supplies the upper bits of the ids. Returns how many it drew: fewer than n when no
+  // leaf is positive.
+  u64 draw(u64 cursor, const double *u01, u64 n, u64 *ids, float *p) const {
+    Descent d[kTogether];
+    for (u64 b = 0; b < n; b += kTogether) {  // several at once, level by level: their cache misses overlap
+      u64 m = std::min(n - b, kTogether);
+      double total = sum();
+      if (!(total > 0)) return b;
+      for (u64 k = 0; k < m; ++k) d[k] = {u01[b + k] * total, 0, 0};
+      for (u32 l = levels_; l-- > 0;)
+        for (u64 k = 0; k < m; ++k)
+          if (d[k].at != kNowhere && (pick(l, d[k]), l && d[k].at != kNowhere)) prefetch_children(l - 1, d[k].at);
+      for (u64 k = 0; k < m; ++k) {
+        if (d[k].at == kNowhere && !draw_again(u01[b + k], d[k])) return b + k;
+        p[b + k] = low_float(d[k].leaf);
+        u64 now = cursor / capacity_, g = now + u64(i64(i32(u32(d[k].leaf >> 32) - u32(now))));
+        ids[b + k] = g * capacity_ + d[k].at;
+      }
+    }
+    return n;
+  }
+  // How many nodes differ from what their children say: 0 at rest.
+  u64 check() const {
+    u64 wrong = 0;
+    for (u32 l = 0; l < levels_; ++l)
+      for (u64 i = 0; i < count_[l]; ++i) {
+        Pair is = level_[l][i], should = fold(l, i);
+        wrong += is.low != should.low || u32(is.high) != u32(should.high);
+      }
+    return wrong;
+  }
+
+ private:
+  using i32 = std::int32_t;
+  static constexpr u64 kLine = 128, kBatch = 1024, kAhead = 16, kTogether = 16, kTries = 8, kNowhere = ~0ull;
+  static constexpr u64 kGeneration = 0xffffffffull << 32, kFresh = 0x80000000ull;  // the bits of -0.0f
+  struct Descent {
+    double u;  // what is left of the number drawn, below the sum of the node where we are
+    u64 at;    // index in its level, in the end the slot; kNowhere: the children had shrunk
+    u64 leaf;  // the word found
+  };
+  static u64 parents(u64 n) { return (n + kFanOut - 1) / kFanOut; }
+  static float low_float(u64 word) { return std::bit_cast<float>(u32(word)); }
+  u64 generation(u64 id) const { return (id / capacity_) << 32; }
+  const Pair &root() const { return level_[levels_ - 1][0]; }
+
+  // The node that the 8 children say; always added in the same order, so equal children give equal bits.
+  Pair fold(u32 l, u64 i) const {
+    double sum = 0;
+    float least = 0;
+    auto add = [&](double s, float m) {
+      sum += s;
+      if (m > 0 && (least == 0 || m < least)) least = m;
+    };
+    if (l == 0) {
+      const u64 *c = leaf_ + i * kFanOut;
+      for (u32 k = 0; k < kFanOut; ++k) {
+        float p = low_float(load(c[k], seq_cst));
+        add(p, p);
+      }
+    } else {
+      const Pair *c = level_[l - 1] + i * kFanOut;
+      for (u32 k = 0; k < kFanOut; ++k) {
+        double s = std::bit_cast<double>(load(c[k].low, seq_cst));
+        add(s, low_float(load(c[k].high, seq_cst)));
+      }
+    }
+    return {std::bit_cast<u64>(sum), std::bit_cast<u32>(least)};
+  }
+  bool refresh(u32 l, u64 i, u64 *changed) {
+    Pair &node = level_[l][i], old;
+    old.low = load(node.low, seq_cst);
+    old.high = load(node.high, seq_cst);  // the tag before the first child
+    Pair now = fold(l, i);
+    if (changed) *changed += now.low != old.low || u32(now.high) != u32(old.high);
+    now.high |= ((old.high >> 32) + 1) << 32;
+    return compare_exchange(node, old, now);
+  }
+  void refresh_twice(u32 l, u64 i, u64 *changed = nullptr) {
+    if (!refresh(l, i, changed)) refresh(l, i, changed);
+  }
+  void refresh_above(u64 *at, u64 n) {  // scattered: each parent once
+    for (u32 l = 0; l < levels_; ++l) {
+      std::sort(at, at + n);
+      n = u64(std::unique(at, at + n) - at);
+      for (u64 j = 0; j < n; ++j) {
+        if (j + 4 < n) __builtin_prefetch(&level_[l][at[j + 4]], 1), prefetch_children(l, at[j + 4]);
+        refresh_twice(l, at[j]);
+        at[j] /= kFanOut;
+      }
+      FAILPOINT(tree_level_done);
+    }
+  }
+  void refresh_range(u64 lo, u64 hi, u64 *changed = nullptr) {  // above slots [lo, hi)
+    for (u32 l = 0; l < levels_ && lo < hi; ++l) {
+      lo /= kFanOut, hi = parents(hi);
+      for (u64 i = lo; i < hi; ++i) refresh_twice(l, i, changed);
+      FAILPOINT(tree_level_done);
+    }
+  }
+  template <class Change> void each_slot(u64 first, u64 n, Change change) {
+    u64 j = n > capacity_ ? n - capacity_ : 0;  // of more rows than there are slots the last ones stay
+    u64 lo = (first + j) % capacity_, k = n - j, before_wrap = std::min(k, capacity_ - lo);
+    for (; j < n; ++j) change((first + j) % capacity_, generation(first + j), j);
+    FAILPOINT(tree_leaves_set);
+    refresh_range(lo, lo + before_wrap);
+    refresh_range(0, k - before_wrap);
+  }
+
+  void prefetch_children(u32 l, u64 i) const {
+    if (l == 0) return __builtin_prefetch(leaf_ + i * kFanOut);
+    __builtin_prefetch(level_[l - 1] + i * kFanOut);
+    __builtin_prefetch(level_[l - 1] + i * kFanOut + kFanOut / 2);
+  }
+  // Down to the child that holds u; without branches on the sums, which nothing could predict. They are read while others
+  // change them, and rounded: u may lie beyond the last child. `last`: then take the last positive one.
+  void pick(u32 l, Descent &d, bool last = false) const {
+    u64 word[kFanOut], from = d.at * kFanOut, passed = 0, positive = kNowhere;
+    double upto = 0, before = 0;
+    for (u64 c = 0; c < kFanOut; ++c) {
+      word[c] = load(l ? level_[l - 1][from + c].low : leaf_[from + c], acquire);
+      double s = l ? std::bit_cast<double>(word[c]) : low_float(word[c]);
+      upto += s;
+      bool past = d.u >= upto;
+      passed += past, before = past ? upto : before;
+      positive = s > 0 ? c : positive;
+    }
+    if (passed == kFanOut && last) passed = positive;
+    d.at = passed < kFanOut ? from + passed : kNowhere;
+    if (passed < kFanOut) d.u -= before, d.leaf = word[passed];
+  }
+  bool draw_again(double u01, Descent &d) const {
+    for (u64 tries = 0; tries <= kTries; ++tries) {
+      d = {u01 * sum(), 0, 0};
+      for (u32 l = levels_; l-- > 0 && d.at != kNowhere;) pick(l, d, tries == kTries);
+      if (d.at != kNowhere) return true;
+    }
+    return false;
+  }
+
+  u64 capacity_, *leaf_;
+  Pair *level_[kMaxLevels] = {};
+  u64 count_[kMaxLevels] = {};
+  u32 levels_ = 0;
+};
+
+}  // namespace shmbuf

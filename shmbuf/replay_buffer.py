@@ -1,0 +1,292 @@
+"""The replay buffers TorchRL users know, over `ShmStorage`: composition, nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from shmbuf.buffer import Buffer, Ticket
+from shmbuf.errors import BufferFormatError, SchemaError
+from shmbuf.samplers import SAMPLERS, RandomSampler
+from shmbuf.schema import Key, as_key
+from shmbuf.storage import ShmStorage
+
+Self = TypeVar("Self", bound="ReplayBuffer")
+_FACES: dict[str, type[ReplayBuffer]] = {}
+_ALL: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+def _new_locks() -> None:  # another thread of the parent may have held one at the fork
+    for rb in _ALL:
+        rb._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_locks)
+
+
+class ReplayBuffer:
+    """A replay buffer that many processes share.
+
+    Args:
+        storage: a `ShmStorage`; default: an unnamed one of 1000 rows.
+        sampler: default `RandomSampler()`.
+        batch_size: of `sample()`.
+        pin_memory: samples in page-locked memory, where CUDA is present.
+
+    One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, under
+    spawn, fork or forkserver. Any of them may extend first. Methods may be called from several threads.
+    """
+
+    def __init_subclass__(cls, **kw: Any) -> None:
+        super().__init_subclass__(**kw)
+        _FACES.setdefault(cls.__name__, cls)
+
+    def __init__(self, *, storage: ShmStorage | None = None, sampler: RandomSampler | None = None, batch_size: int | None = None,
+                 pin_memory: bool = False):
+        storage = storage() if callable(storage) and not isinstance(storage, ShmStorage) else storage
+        sampler = sampler() if callable(sampler) else sampler
+        if storage is not None and not isinstance(storage, ShmStorage):
+            raise TypeError(f"storage is a ShmStorage, not {type(storage).__name__}")
+        if sampler is not None and not isinstance(sampler, tuple(SAMPLERS.values())):
+            raise TypeError(f"sampler is one of {', '.join(c.__name__ for c in SAMPLERS.values())}, not {type(sampler).__name__}")
+        self._storage = storage if storage is not None else ShmStorage(1000)
+        self._sampler = sampler or RandomSampler()
+        self._batch_size = _positive(batch_size)
+        self._priority_key: Key | None = getattr(self, "_priority_key", None)
+        self._pin = pin_memory and torch.cuda.is_available()
+        self._lock = threading.Lock()
+        _ALL.add(self)
+        self._storage.open({"class": next(c.__name__ for c in type(self).__mro__ if c in _FACES.values()),
+                            "batch_size": self._batch_size, "priority_key": list(self._priority_key or ()), "pin_memory": pin_memory,
+                            "sampler": [self._sampler.name, self._sampler.arguments()]})
+
+    @classmethod
+    def _over(cls: type[Self], buffer: Buffer, face: Mapping[str, Any]) -> Self:
+        self = cls.__new__(cls)
+        self._storage = ShmStorage.over(buffer)
+        try:
+            kind, arguments = face.get("sampler", ["random", {}])
+            self._sampler = SAMPLERS[kind](**arguments)
+            self._batch_size = _positive(face.get("batch_size"))
+            self._priority_key = tuple(face.get("priority_key") or ()) or None
+            self._pin = bool(face.get("pin_memory")) and torch.cuda.is_available()
+        except (KeyError, TypeError, ValueError) as e:
+            buffer.close()
+            raise BufferFormatError(f"buffer {buffer.name!r}: its configuration cannot be used: {e!r}") from None
+        self._lock = threading.Lock()
+        _ALL.add(self)
+        return self
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def extend(self, data: Any, *, update_priority: bool | None = None, timeout: float | None = None) -> torch.Tensor:
+        """Store a batch of rows; returns when every sampler of every process can draw them.
+
+        Args:
+            data: a TensorDict of batch size [n] (any strides, any device; dtypes are never converted), or a list of
+                TensorDicts to stack. ``index``, ``row_id`` and ``priority_weight`` are dropped unless the schema has them.
+            update_priority: as in TorchRL; without a prioritised sampler it changes nothing.
+            timeout: seconds, instead of the buffer's.
+
+        Returns:
+            LongTensor[n]: the rows' indices.
+
+        Raises:
+            SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
+            CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
+        """
+        td = self._batch(data)
+        with self._lock:
+            ticket = self._storage.put(td, wake=False, timeout=timeout, priority_key=self._priority_key)
+        return ticket.wait(timeout)
+
+    def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
+        """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call."""
+        td = self._batch(data)
+        with self._lock:
+            return self._storage.put(td, timeout=timeout, priority_key=self._priority_key)
+
+    def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int:
+        """Store one row, a TensorDict of batch size []; returns its index."""
+        td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
+        with self._lock:
+            ticket = self._storage.put(td, wake=False, timeout=timeout, single=True, priority_key=self._priority_key)
+        return int(ticket.wait(timeout))
+
+    def _batch(self, data: Any) -> TensorDictBase:
+        if type(data) is TensorDict or isinstance(data, TensorDictBase):
+            return data
+        if isinstance(data, (list, tuple)):
+            if not data:
+                return TensorDict({}, batch_size=[0])
+            if not all(is_tensor_collection(d) for d in data):
+                raise SchemaError(f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}")
+            try:
+                return torch.stack(list(data))
+            except (RuntimeError, KeyError) as e:
+                raise SchemaError(f"the {len(data)} TensorDicts of the list cannot be stacked: {e}") from None
+        if is_tensor_collection(data):
+            return data
+        return self._collect(data, None)
+
+    @staticmethod
+    def _collect(data: Any, batch_size: list | None) -> TensorDictBase:
+        raise SchemaError(f"rows are a TensorDict{'' if batch_size is not None else ' or a list of them'}, not {type(data).__name__}")
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None, *,
+               out: TensorDictBase | None = None, timeout: float | None = 0.0) -> Any:
+        """A batch, as copies, with "index" (the slot) and "row_id" (64-bit, never repeats).
+
+        Args:
+            batch_size: instead of the constructor's.
+            return_info: True: returns (batch, {"index", "row_id"}). include_info: TorchRL's deprecated alias.
+            out: a TensorDict of batch size [n] whose tensors are written; returned. A previous sample will do.
+            timeout: seconds to wait while the buffer is empty; 0: raise at once; None: for ever.
+
+        Raises:
+            NotEnoughRows: "Cannot sample from an empty storage." Lapped: see `Buffer.draw`.
+        """
+        n = _positive(batch_size) if batch_size is not None else self._batch_size
+        if n is None:
+            if out is None:
+                raise RuntimeError("batch_size not specified. You can specify the batch_size when constructing the replay buffer, "
+                                   "or pass it to the sample method.")
+            n = out.batch_size[0]
+        td = self._sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin)
+        if return_info or include_info:
+            return td, {"index": td["index"], "row_id": td["row_id"]}
+        return td
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        if self._batch_size is None:
+            raise RuntimeError("batch_size not specified: iterating needs the constructor's batch_size")
+        while True:
+            yield self.sample()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Physical indexing, copies: int, slice, list, tensor, mask, or a key (its whole column)."""
+        return self._storage.get(index)
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget all rows, for every process; indices start again at 0."""
+        with self._lock:
+            self.buffer.empty(empty_write_count=empty_write_count)
+
+    # ---- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def buffer(self) -> Buffer:
+        """The numpy-level handle under it."""
+        return self._storage.buffer
+
+    @property
+    def name(self) -> str:
+        return self.buffer.name
+
+    @property
+    def storage(self) -> ShmStorage:
+        return self._storage
+
+    @property
+    def sampler(self) -> RandomSampler:
+        return self._sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._batch_size
+
+    @property
+    def write_count(self) -> int:
+        """Rows stored since the buffer was made or emptied, by all processes, overwritten ones included."""
+        return self.buffer.write_count
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the buffer has its schema."""
+        return self.buffer.schema is not None
+
+    def stats(self) -> dict[str, Any]:
+        """TorchRL's keys (size, write_count, capacity, utilization, prefetch_queue_size, initialized) and `Buffer.stats`'s."""
+        return {**self.buffer.stats(), "prefetch_queue_size": 0}
+
+    def close(self) -> None:
+        """Let go of the buffer. An unnamed one ends with the handle that made it; a named one stays until `shmbuf.destroy`."""
+        self.buffer.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple:
+        return _unpickle, (type(self), self.buffer, self._batch_size)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.buffer!r}, sampler={self._sampler!r}, batch_size={self._batch_size})"
+
+
+_FACES["ReplayBuffer"] = ReplayBuffer
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` of TensorDicts.
+
+    Args:
+        priority_key: rows may carry their priority under this key. It is stored only if the schema has it.
+    """
+
+    def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **kw: Any):
+        self._priority_key = as_key(priority_key)
+        super().__init__(**kw)
+
+
+class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` whose `sample` takes TorchRL's other order of arguments."""
+
+    def sample(self, batch_size: int | None = None, include_info: bool | None = None, return_info: bool = False, *,  # type: ignore[override]
+               out: TensorDictBase | None = None, timeout: float | None = 0.0) -> Any:
+        return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout)
+
+
+def _positive(batch_size: Any) -> int | None:
+    if batch_size is None:
+        return None
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 0:
+        raise ValueError(f"batch_size={batch_size!r}: a number of rows ≥ 0")
+    return int(batch_size)
+
+
+def _unpickle(cls: type[ReplayBuffer], buffer: Buffer, batch_size: int | None) -> ReplayBuffer:
+    return cls._over(buffer, {**buffer.config.get("face", {}), "batch_size": batch_size})
+
+
+def attach(name: str, *, owner: int | None = None, readonly: bool = False, batch_size: int | None = None) -> ReplayBuffer:
+    """The replay buffer of that name, in any process, at any time: same class, same methods.
+
+    Args:
+        owner: uid of another user whose buffer it is, if its mode lets this one in.
+        readonly: map it read-only: sampling and looking only.
+        batch_size: of this handle only.
+
+    Raises:
+        BufferNotFound, BufferFormatError, PermissionError
+    """
+    buffer = Buffer.attach(name, owner=owner, readonly=readonly)
+    face = buffer.config.get("face") or {}
+    cls = _FACES.get(face.get("class", "ReplayBuffer"))
+    if cls is None:
+        buffer.close()
+        raise BufferFormatError(f"buffer {name!r} was made by class {face['class']!r}, which this process does not know")
+    return cls._over(buffer, {**face, **({} if batch_size is None else {"batch_size": batch_size})})

@@ -1,0 +1,351 @@
+"""`ShmStorage`: TorchRL's place for a storage, in tensordict terms over a `Buffer`. torch first appears on this floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.utils import is_non_tensor
+
+from shmbuf.buffer import Buffer, Ticket, _seconds
+from shmbuf.errors import SchemaError
+from shmbuf.schema import Key, Schema, dtype_name, flatten, show_key
+
+_ADDED = frozenset({("index",), ("row_id",), ("priority_weight",)})  # what sample() adds, so that a sample can be stored again
+
+
+def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
+    return torch.from_numpy(ids % capacity)
+
+
+def tensor_leaves(td: TensorDictBase, prefix: Key = ()) -> dict[Key, torch.Tensor]:
+    """Leaves by key, nested ones too. Raises SchemaError for a non-tensor leaf, naming it."""
+    out: dict[Key, torch.Tensor] = {}
+    for name, value in td.items():
+        key = (*prefix, name)
+        if is_non_tensor(value):
+            raise SchemaError(f"key {show_key(key)}: non-tensor data ({type(getattr(value, 'data', value)).__name__}) cannot be "
+                              "stored; encode it as a tensor of fixed shape")
+        if is_tensor_collection(value):
+            out.update(tensor_leaves(value, key))
+        elif isinstance(value, torch.Tensor):
+            out[key] = value
+        else:
+            raise SchemaError(f"key {show_key(key)}: got {type(value).__name__}, expected a tensor")
+    return out
+
+
+def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
+    """The same values as a contiguous CPU tensor without autograd, conjugation or subclass."""
+    if t.is_nested or t.layout != torch.strided:
+        raise SchemaError(f"key {show_key(key)}: got a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor, "
+                          "expected a dense one (.to_dense())")
+    if t.device.type == "meta":
+        raise SchemaError(f"key {show_key(key)}: got a meta tensor, which has no values")
+    return t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def make_tensordict(keys: tuple[Key, ...], leaves: list[torch.Tensor], batch: torch.Size) -> TensorDict:
+    """Nested, without the checks of the public constructor: shapes and devices are right by construction."""
+    root: dict[str, Any] = {}
+    nodes: dict[Key, dict[str, Any]] = {(): root}
+    for key, leaf in zip(keys, leaves, strict=True):
+        path = key[:-1]
+        node = nodes.get(path)
+        if node is None:
+            for depth in range(1, len(path) + 1):
+                if path[:depth] not in nodes:
+                    nodes[path[:depth]] = nodes[path[: depth - 1]][path[depth - 1]] = {}
+            node = nodes[path]
+        node[key[-1]] = leaf
+    return _wrap(root, batch)
+
+
+def _wrap(node: dict[str, Any], batch: torch.Size) -> TensorDict:
+    source = {k: _wrap(v, batch) if type(v) is dict else v for k, v in node.items()}
+    return TensorDict._new_unsafe(source, batch_size=batch, nested=False)
+
+
+if not hasattr(TensorDict, "_new_unsafe"):  # a tensordict without it: the public constructor, slower
+
+    def _wrap(node: dict[str, Any], batch: torch.Size) -> TensorDict:
+        return TensorDict({k: _wrap(v, batch) if type(v) is dict else v for k, v in node.items()}, batch_size=batch)
+
+
+class ShmStorage:
+    """Rows in shared memory, under a name.
+
+    Args:
+        max_size: capacity in rows.
+        name: 1 to 100 characters of ``A-Za-z0-9._-``; None: unnamed, ends with the process that made it.
+        schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch whose first row is taken). With neither,
+            the first `extend` or `put` of any process decides.
+        device: ``"cpu"``.
+        ndim: 1.
+        max_collectors, ring_bytes, full, timeout, mode, group, drain, exists: see `Buffer.create`.
+
+    The segment is made when a replay buffer takes the storage, or at the first use of :attr:`buffer`.
+    """
+
+    ndim = 1
+
+    def __init__(self, max_size: int, *, name: str | None = None, schema: Mapping | Schema | None = None,
+                 example: TensorDictBase | Mapping | None = None, device: Any = "cpu", ndim: int = 1, max_collectors: int = 256,
+                 ring_bytes: int | None = None, full: str = "block", timeout: float | None = None, mode: int = 0o600,
+                 group: str | int | None = None, drain: str = "thread", exists: str = "error"):
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
+        if ndim != 1:
+            raise ValueError(f"ndim={ndim}: a row has one batch dimension here; reshape [B, T] batches to [B * T]")
+        self.device = torch.device("cpu")
+        self._make = dict(name=name, capacity=max_size, schema=schema, example=example, max_collectors=max_collectors, mode=mode,
+                          ring_bytes=ring_bytes, full=full, timeout=timeout, group=group, drain=drain, exists=exists)
+        self._buffer: Buffer | None = None
+        self._ready: Schema | None = None
+        self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
+
+    @classmethod
+    def over(cls, buffer: Buffer) -> ShmStorage:
+        """The storage of an attached buffer."""
+        self = cls(buffer.capacity, name=buffer.name)
+        self._buffer = buffer
+        return self
+
+    def open(self, face: Mapping[str, Any]) -> Buffer:
+        """Make the segment, if it is not made yet; ``face`` tells other processes how to rebuild the replay buffer."""
+        if self._buffer is None:
+            make = dict(self._make)
+            example = make.pop("example")
+            if isinstance(example, TensorDictBase):
+                leaves = tensor_leaves(example)
+                shown = Schema.from_leaves(leaves, min(1, example.batch_dims))
+                if make["schema"] is not None:
+                    Schema.from_spec(make["schema"]).require_same(shown, "the example")
+                make["schema"] = make["schema"] or shown
+            elif example is not None:
+                make["example"] = {k: plain(k, v).numpy() if isinstance(v, torch.Tensor) else v for k, v in flatten(example).items()}
+            self._buffer = Buffer.create(**make, config={"face": dict(face)})
+        return self._buffer
+
+    @property
+    def buffer(self) -> Buffer:
+        """The numpy-level handle under it."""
+        return self._buffer if self._buffer is not None else self.open({})
+
+    @property
+    def name(self) -> str | None:
+        return self._buffer.name if self._buffer is not None else self._make["name"]
+
+    @property
+    def max_size(self) -> int:
+        return self._buffer.capacity if self._buffer is not None else self._make["capacity"]
+
+    def __len__(self) -> int:
+        return len(self.buffer)
+
+    def _prepare(self, schema: Schema) -> None:
+        self._dtypes = [getattr(torch, c.dtype) for c in schema.columns]
+        self._columns = schema.native(self._dtypes)
+        self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
+        self._ready = schema
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def put(self, td: TensorDictBase, *, wake: bool = True, timeout: float | None = None, single: bool = False,
+            priority_key: Key | None = None) -> Ticket:
+        """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
+
+        The ticket's ``wait`` gives a LongTensor of indices. Errors: see `Buffer.put`.
+        """
+        schema = self._ready
+        if schema is not None and type(td) is TensorDict:
+            batch = td.batch_size
+            if len(batch) == (0 if single else 1):
+                leaves = self._flat(td, schema)
+                if leaves is not None:
+                    n = -1 if single else batch[0]
+                    ticket = self._buffer.submit(self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True,  # type: ignore[union-attr]
+                                                 convert=_as_indices) if n else None
+                    if ticket is not None:
+                        return ticket
+        leaves, n = self._convert(td, single, priority_key)
+        if n == 0:
+            ticket = self.buffer._nothing()
+            ticket._convert = _as_indices
+            return ticket
+        ticket = self.buffer.submit(self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True, convert=_as_indices)
+        assert ticket is not None, "converted rows fit"
+        return ticket
+
+    @staticmethod
+    def _flat(td: TensorDict, schema: Schema) -> list[torch.Tensor] | None:
+        """The leaves in column order if td has exactly the schema's keys; None: look closer. Reads the dicts under the
+        TensorDicts, 40 times faster than items(True, True)."""
+        try:
+            for path, count in schema.nodes.items():
+                node = td._tensordict
+                for part in path:
+                    node = node[part]._tensordict
+                if len(node) != count:
+                    return None
+            leaves = []
+            for key in schema.keys:
+                node = td._tensordict
+                for part in key[:-1]:
+                    node = node[part]._tensordict
+                leaves.append(node[key[-1]])
+            return leaves
+        except (KeyError, AttributeError):
+            return None
+
+    def _convert(self, td: Any, single: bool, priority_key: Key | None) -> tuple[list[torch.Tensor], int]:
+        """Whatever can be taken, plain; else a SchemaError with every difference."""
+        if not isinstance(td, TensorDictBase) and not is_tensor_collection(td):
+            raise SchemaError(f"rows are a TensorDict, not {type(td).__name__}")
+        batch = tuple(td.batch_size)
+        if len(batch) != (0 if single else 1):
+            what = "add() takes one row, batch size []" if single else "extend() and put() take a batch of rows, batch size [n]"
+            hint = "" if len(batch) < 2 else (" To store every step as a row: td.reshape(-1); to store each of the "
+                                              f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}].")
+            raise SchemaError(f"got batch size {list(batch)}: {what}.{hint} Nothing was stored.")
+        schema = self.buffer.schema
+        leaves = tensor_leaves(td)
+        known = set(schema.keys) if schema is not None else set()
+        for key in [k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known]:
+            del leaves[key]
+        leaves = {k: plain(k, t) for k, t in leaves.items()}
+        lead = 0 if single else 1
+        if schema is None:
+            if not single and batch[0] == 0:
+                return [], 0
+            self.buffer._build(Schema.from_leaves(leaves, lead), "the first rows")
+            schema = self.buffer.schema
+            assert schema is not None
+        got = {k: (str(t.dtype).removeprefix("torch."), tuple(t.shape[lead:])) for k, t in leaves.items()}
+        lines = schema.differences(got)
+        if lines:
+            raise SchemaError("rows do not fit the buffer's schema; nothing was stored:\n  " + "\n  ".join(lines))
+        if self._ready is not schema:
+            self._prepare(schema)
+        return [leaves[k] for k in schema.keys], -1 if single else batch[0]
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def schema(self) -> Schema:
+        """The buffer's schema. Raises RuntimeError before the first rows."""
+        schema = self._ready or self.buffer.schema
+        if schema is None:
+            raise RuntimeError("Cannot get elements out of a non-initialized storage.")
+        if self._ready is not schema:
+            self._prepare(schema)
+        return schema
+
+    def _fresh(self, n: int, pin: bool) -> list[torch.Tensor]:
+        """Uninitialised [n, *shape] tensors: the columns, then int64 index and row_id."""
+        if pin:
+            return [torch.empty((n, *s), dtype=d, pin_memory=True) for s, d in [*self._specs, ((), torch.int64), ((), torch.int64)]]
+        if self._templates[0] != n:  # empty_like of a kept tensor is the fastest way to a fresh one
+            self._templates = (n, [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [torch.empty(n, dtype=torch.int64)] * 2)
+        return [torch.empty_like(t) for t in self._templates[1]]
+
+    def draw(self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False) -> TensorDictBase:
+        """n rows drawn uniformly with replacement, with "index" (slot) and "row_id"; into ``out``'s tensors if given.
+
+        Raises NotEnoughRows, Lapped, SchemaError (of out).
+        """
+        if n < 0:
+            raise ValueError(f"batch_size={n}: a number of rows ≥ 0")
+        buffer = self.buffer
+        if self._ready is None:
+            if buffer.schema is None:
+                buffer.wait_rows(1, timeout)
+            self.schema()
+        schema = self._ready
+        assert schema is not None
+        leaves = self._fresh(n, pin) if out is None else self._into(out, n)
+        *columns, ids, slots = [t.data_ptr() for t in leaves]
+        buffer.draw_into(self._columns, columns, n, ids, slots, _seconds(timeout))
+        if out is not None:
+            return out
+        return make_tensordict((*schema.keys, ("row_id",), ("index",)), leaves, torch.Size((n,)))
+
+    def _into(self, out: TensorDictBase, n: int) -> list[torch.Tensor]:
+        """The tensors of a caller's TensorDict, checked; index and row_id are added to it if they are missing."""
+        if tuple(out.batch_size) != (n,):
+            raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
+        for key in ("row_id", "index"):
+            if out.get(key, None) is None:
+                out.set(key, torch.empty(n, dtype=torch.int64))
+        schema = self._ready
+        assert schema is not None
+        leaves = tensor_leaves(out)
+        wanted = {**{c.key: (c.dtype, c.shape) for c in schema.columns}, ("row_id",): ("int64", ()), ("index",): ("int64", ())}
+        for key, spec in wanted.items():
+            t = leaves.get(key)
+            if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != spec:
+                raise SchemaError(f"out, key {show_key(key)}: got {'nothing' if t is None else f'{t.dtype}{list(t.shape[1:])}'}, "
+                                  f"expected {spec[0]}{list(spec[1])}")
+            if not t.is_contiguous() or t.device.type != "cpu" or t.layout != torch.strided:
+                raise SchemaError(f"out, key {show_key(key)}: has to be a contiguous CPU tensor to be written into")
+        return [leaves[k] for k in wanted]
+
+    def get(self, index: Any) -> Any:
+        """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column."""
+        schema = self.schema()
+        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(p, str) for p in index)):
+            return self._column(schema, (index,) if isinstance(index, str) else index)
+        size, single = len(self), False
+        if isinstance(index, (bool, np.bool_)):
+            raise IndexError("a bool is no index; masks have one entry per stored row")
+        if isinstance(index, (int, np.integer)):
+            single, slots = True, np.array([index], np.int64)
+        elif isinstance(index, slice):
+            slots = np.arange(*index.indices(size), dtype=np.int64)
+        elif index is Ellipsis:
+            slots = np.arange(size, dtype=np.int64)
+        else:
+            array = torch.as_tensor(index).cpu().numpy() if not isinstance(index, np.ndarray) else index
+            if array.dtype == bool:
+                if array.shape != (size,):
+                    raise IndexError(f"mask of shape {list(array.shape)}: {size:,} rows are stored")
+                array = np.flatnonzero(array)
+            elif array.size and not np.issubdtype(array.dtype, np.integer):
+                raise IndexError(f"index of dtype {array.dtype}: integers or bool")
+            single, shape = array.ndim == 0, array.shape
+            slots = array.reshape(-1).astype(np.int64)
+            if len(shape) > 1:
+                return self._rows(schema, np.where(slots < 0, slots + size, slots)).reshape(shape)
+        rows = self._rows(schema, np.where(slots < 0, slots + size, slots))
+        return rows[0] if single else rows
+
+    __getitem__ = get
+
+    def _rows(self, schema: Schema, slots: np.ndarray) -> TensorDictBase:
+        leaves = self._fresh(len(slots), False)[:-2]
+        slots = np.ascontiguousarray(slots)
+        self.buffer.fetch_slots_into(self._columns, [t.data_ptr() for t in leaves], slots)
+        return make_tensordict(schema.keys, leaves, torch.Size((len(slots),)))
+
+    def _column(self, schema: Schema, key: Key) -> Any:
+        chosen = [c for c in schema.columns if c.key[: len(key)] == key]
+        if not chosen:
+            raise KeyError(f"key {show_key(key)} is not in the schema: {', '.join(map(show_key, schema.keys))}")
+        from shmbuf._extension import native
+
+        columns, n = native.Columns(), len(self)
+        for c in chosen:
+            columns.add(c.offset, c.nbytes, list(c.shape), "", None)
+        leaves = [torch.empty((n, *c.shape), dtype=getattr(torch, c.dtype)) for c in chosen]
+        self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], np.arange(n, dtype=np.int64))
+        if chosen[0].key == key:
+            return leaves[0]
+        return make_tensordict(tuple(c.key[len(key):] for c in chosen), leaves, torch.Size((n,)))
+
+    def __repr__(self) -> str:
+        return f"ShmStorage({self._buffer!r})" if self._buffer is not None else f"ShmStorage({self._make['name']!r}, {self.max_size:,} rows, not made yet)"
+
+
+__all__ = ["ShmStorage", "dtype_name", "make_tensordict", "plain", "tensor_leaves"]
