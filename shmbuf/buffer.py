@@ -608,6 +608,8 @@ class Buffer:
         status = _STATUS[self._call("wait_rows", n, seconds)]
         if status == "timeout":
             have = len(self)
+            if have >= n:  # they came between the last look and this one
+                return
             raise NotEnoughRows(f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
                                 + (f" after {seconds:g} s" if seconds else "; timeout= waits for them") if not have else
                                 f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)")

@@ -120,8 +120,11 @@ class PriorityTree {
       if (!(total > 0)) return b;
       for (u64 k = 0; k < m; ++k) d[k] = {u01[b + k] * total, 0, 0};
       for (u32 l = levels_; l-- > 0;)
-        for (u64 k = 0; k < m; ++k)
-          if (d[k].at != kNowhere && (pick(l, d[k]), l && d[k].at != kNowhere)) prefetch_children(l - 1, d[k].at);
+        for (u64 k = 0; k < m; ++k) {
+          if (d[k].at == kNowhere) continue;
+          pick(l, d[k]);
+          if (l && d[k].at != kNowhere) prefetch_children(l - 1, d[k].at);
+        }
       for (u64 k = 0; k < m; ++k) {
         if (d[k].at == kNowhere && !draw_again(u01[b + k], d[k])) return b + k;
         p[b + k] = low_float(d[k].leaf);

@@ -20,8 +20,10 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     host = peers.host(name)(row, settings.capacity(row), spec["scratch"])
     crew = Crew(name, host, row, max(settings.producers))
     try:
-        for batch in settings.batches:
-            for count in settings.producers:
+        for count in settings.producers:
+            # Large records first: they touch every page that is on the way.
+            crew.round(count, max(settings.batches), settings.warm_seconds)
+            for batch in settings.batches:
                 crew.round(count, batch, settings.warm_seconds)
                 rates = [crew.round(count, batch, settings.round_seconds) for _ in range(settings.rounds)]
                 emit.values(f"ingest/{row.name}/{batch}/{count}/{name}", rates)
@@ -95,7 +97,10 @@ class Crew:
 
 def _answer(connection: Connection):
     """What a producer sends back; its failure is this case's failure."""
-    answer = connection.recv()
+    try:
+        answer = connection.recv()
+    except EOFError:
+        raise RuntimeError("a producer died") from None
     if isinstance(answer, Exception):
         raise RuntimeError(f"{type(answer).__name__}: {answer}") from answer
     return answer

@@ -38,6 +38,7 @@ buffer = shmbuf.Buffer.attach(name)
 for _ in range(20):
     ticket = buffer.put(data)
 ticket.wait(30)
+buffer.draw(1)
 answer |= {"descriptors": descriptors() - before, "collector": megabytes(), "torch": "torch" in sys.modules}
 print(json.dumps(answer))
 """

@@ -17,7 +17,7 @@ HEADERS = ("what", "ours", "peers, best first", "ours ÷ best", "target", "reach
 NOTES = (
     "Ingest: rows a second from the first put until all rows are visible; queue peers have a consumer "
     "that stores into a preallocated numpy ring. Data are built once, outside the timed loop. "
-    "Producers are spawned processes; rows visible and medians of several rounds.",
+    "Producers are spawned processes. Figures are medians of several rounds.",
     "Sampling: one process, one torch thread, contenders take turns, the heap keeps its pages. "
     "`torch.index_select` takes the same columns from private memory with indices drawn anew for each "
     "call, outside the timed part; all others draw their own inside it.",

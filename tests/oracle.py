@@ -1,0 +1,91 @@
+"""The one conservation check. Every row names its writer and number and carries a payload computed from them, so that a row
+can be judged alone (not torn, not mixed) and all rows together (none lost, doubled or out of order)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from shmbuf import Buffer
+
+WORDS = 13  # payload of 104 bytes: rows straddle cache lines and ring ends
+SCHEMA = {"who": "int64", "k": "int64", "payload": ("uint64", (WORDS,))}
+
+
+def payload(who: np.ndarray, k: np.ndarray, words: int = WORDS) -> np.ndarray:
+    """uint64[n, words], another one for every (who, k, word): splitmix64's finaliser."""
+    with np.errstate(over="ignore"):
+        x = (who.astype(np.uint64) << np.uint64(40)) ^ k.astype(np.uint64)
+        x = x[:, None] * np.uint64(0x9E3779B97F4A7C15) + np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        for shift, by in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(by)
+        return x ^ (x >> np.uint64(31))
+
+
+def make_rows(who: int, first: int, n: int) -> dict:
+    k = np.arange(first, first + n, dtype=np.int64)
+    w = np.full(n, who, np.int64)
+    return {"who": w, "k": k, "payload": payload(w, k)}
+
+
+def check_rows(rows: dict) -> None:
+    """Each row is byte for byte one that was handed in."""
+    bad = (rows["payload"] != payload(rows["who"], rows["k"])).any(axis=1)
+    assert not bad.any(), f"{bad.sum()} torn rows of {len(bad)}, first: who={rows['who'][bad][0]} k={rows['k'][bad][0]}"
+
+
+class Acks:
+    """How many rows each writer was told are in the ring; survives its death. who = index into the file."""
+
+    def __init__(self, path: str | Path, writers: int = 4096):
+        self.path = str(path)
+        with open(self.path, "ab") as f:
+            f.truncate(writers * 8)
+        fd = os.open(self.path, os.O_RDWR)
+        self.counts = np.frombuffer(mmap.mmap(fd, writers * 8), np.int64)
+        os.close(fd)
+
+
+def settle(buffer: Buffer) -> None:
+    """Until every ring is empty; whoever holds the role is waited for by the test's own timeout."""
+    while any(c["ring_used"] for c in buffer.collectors()):
+        if not buffer.drain():
+            os.sched_yield()
+
+
+def check(buffer: Buffer, acks: np.ndarray, largest_put: int, *, whole: bool = False) -> dict:
+    """At rest, after `settle`: the invariants and the accounts.
+
+    Args:
+        acks: rows acknowledged per writer.
+        largest_put: a writer killed inside a put may have put that many more.
+        whole: the buffer never wrapped nor was emptied, so all rows are there.
+    """
+    s = buffer.stats()
+    assert s["reserve"] >= 0 and s["first_id"] <= s["end_id"] and s["size"] <= buffer.capacity
+    assert s["clears"] or s["reserve"] >= s["end_id"], s
+    for c in buffer.collectors():
+        assert 0 <= c["ring_used"] <= c["ring_bytes"], c
+    assert s["malformed_records"] == 0, s
+    lo, hi = buffer.window
+    rows = buffer.gather(np.arange(lo, hi))
+    if hi > lo:
+        check_rows(rows)
+        for who in np.unique(rows["who"]):
+            k = rows["k"][rows["who"] == who]
+            assert (np.diff(k) == 1).all(), f"writer {who}: not consecutive: {k[:20]} … (lost, doubled or out of order)"
+            stored = int(k[-1]) + 1
+            assert acks[who] <= stored <= acks[who] + largest_put, f"writer {who}: {acks[who]} acknowledged, {stored} stored"
+            if whole:
+                assert k[0] == 0, f"writer {who}: rows before {k[0]} are gone"
+    if whole:
+        seen = set(np.unique(rows["who"]).tolist()) if hi > lo else set()
+        missing = [w for w in np.flatnonzero(acks) if w not in seen]
+        assert not missing, f"writers {missing}: acknowledged rows, none stored"
+    if not s["clears"]:
+        assert int(acks.sum()) <= s["rows_total"] + s["skipped_rows"] <= int(acks.sum()) + largest_put * max(1, int((acks >= 0).sum()))
+        assert s["rows_total"] + s["skipped_rows"] <= s["put_rows"]
+    return s

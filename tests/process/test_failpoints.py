@@ -1,0 +1,32 @@
+"""Every labelled step of claim, build, ring, role, transaction, clear, skip, sweep and close: kill at hits 1 to 3, kill the
+successor too, stop and continue; the oracle afterwards. A step that never fires fails."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+GROUPS = {"claim": 4, "ring": 4, "role": 2, "plan": 2, "txn": 6, "post": 4, "clear": 1, "skip": 1, "build": 4, "sweep": 2, "slot": 1, "close": 1}
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=110,
+                          env={**os.environ, "SHMBUF_NATIVE": "failpoints"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def names() -> list[str]:
+    return run("-c", "from shmbuf._extension import native; print(*native.FAILPOINTS)").split()
+
+
+def test_every_group_is_walked():
+    assert sorted({n.split("_")[0] for n in names()}) == sorted(GROUPS)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kill_stop_and_successor(group):
+    mine = [n for n in names() if n.split("_")[0] == group]
+    assert len(mine) == GROUPS[group]
+    assert [line.split()[0] for line in run("-m", "tests.process.failpoints", *mine).splitlines()] == mine
