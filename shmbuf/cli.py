@@ -1,9 +1,10 @@
-"""`shminfo`: what lies in shared memory, who is attached, and how to get rid of it. Looking leaves no trace: it maps read-only,
-takes no lock and no entry in any table. Never imports torch or numpy."""
+"""`shminfo`: what lies in shared memory, who is attached, and how to get rid of it. Looking leaves no trace: it maps
+read-only, takes no lock and no entry in any table. Never imports torch or numpy."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import math
 import os
@@ -13,7 +14,6 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import msgpack
@@ -21,13 +21,15 @@ import posix_ipc
 
 from shmbuf import __version__, segment
 from shmbuf._extension import native
-from shmbuf.errors import BufferFormatError, BufferInUse, BufferNotFound, ShmbufError
+from shmbuf.errors import BufferFormatError, BufferNotFound, ShmbufError
 from shmbuf.schema import Schema, show_key
 
 Info = dict[str, Any]
-ERRORS = (ShmbufError, OSError, ValueError, TypeError, RuntimeError, native.FormatError, posix_ipc.Error, msgpack.UnpackException)
-SUMMARY = ("name", "owner", "path", "state", "reason", "unnamed", "capacity", "size", "row_bytes", "file_bytes", "allocated_bytes",
-           "attached", "processes_alive", "collectors_alive", "rows_total", "write_count", "created", "age_seconds", "mode")
+ERRORS = (ShmbufError, OSError, ValueError, TypeError, RuntimeError, AttributeError, native.FormatError, posix_ipc.Error,
+          msgpack.UnpackException)
+SUMMARY = ("name", "owner", "path", "state", "reason", "mode", "file_bytes", "allocated_bytes", "attached", "unnamed",
+           "capacity", "size", "row_bytes", "processes_alive", "collectors_alive", "rows_total", "write_count", "created",
+           "age_seconds")
 DEAD_SHOWN = 5  # dead entries of `show`; --json has them all
 
 EPILOG = """examples:
@@ -37,10 +39,10 @@ EPILOG = """examples:
   shminfo rm pong breakout        remove two; --force: also while somebody is attached, or when damaged
   watch -n1 shminfo show pong     look on while it fills
 
-exit status: 0 ok, 1 the request failed (no such buffer, in use …), 2 wrong usage"""
+exit status: 0 ok, 1 the request failed (no such buffer, in use), 2 wrong usage"""
 
 
-# ---- looking -----------------------------------------------------------------------------------------------------------
+# ---- looking ---------------------------------------------------------------------------------------------------
 
 
 def buffers(owner: int | None) -> Iterator[tuple[int, str]]:
@@ -54,8 +56,8 @@ def buffers(owner: int | None) -> Iterator[tuple[int, str]]:
 def look(name: str, owner: int, *, whole: bool = False) -> Info:
     """What can be known about one buffer without disturbing it; ``whole`` adds what `shminfo show` prints.
 
-    A file that cannot be read is described, too: ``state`` is then "foreign", "unreadable" or "damaged", ``reason`` says why and
-    what only the content could tell is None.
+    A file that cannot be read is described, too: ``state`` is then "foreign", "unreadable" or "damaged", ``reason``
+    says why, and what only its content could tell is None.
 
     Raises:
         BufferNotFound: no file of that name.
@@ -64,56 +66,56 @@ def look(name: str, owner: int, *, whole: bool = False) -> Info:
     info: Info = {**dict.fromkeys(SUMMARY), "name": name, "owner": owner, "path": path}
     try:
         st = os.lstat(path)
-    except (FileNotFoundError, ValueError):  # ValueError: a NUL byte in the name
-        raise BufferNotFound(_not_found(name, owner)) from None
-    info.update(mode=f"{stat.S_IMODE(st.st_mode):04o}", file_bytes=st.st_size, allocated_bytes=st.st_blocks * 512)
-    if stat.S_ISREG(st.st_mode) and st.st_uid != owner:
-        info.update(state="foreign", reason=f"the file belongs to uid {st.st_uid}, its name to uid {owner}")
-        return info
-    try:
-        with closing(segment.attach(name, owner=owner, watch=True)) as handle:
+        info.update(mode=f"{stat.S_IMODE(st.st_mode):04o}", file_bytes=st.st_size, allocated_bytes=st.st_blocks * 512)
+        strange = not stat.S_ISREG(st.st_mode) or st.st_mode & stat.S_IWOTH
+        if st.st_uid != owner and not strange:
+            info.update(state="foreign", reason=f"the file belongs to uid {st.st_uid}, its name to uid {owner}")
+            return info
+        with contextlib.closing(segment.attach(name, owner=owner, watch=True)) as handle:
             info["attached"] = _presence(path)
             _read(handle, info, whole)
-    except BufferNotFound:
+    except FileNotFoundError:  # BufferNotFound is one
         raise BufferNotFound(_not_found(name, owner)) from None
     except PermissionError:
-        info.update(state="unreadable", reason=f"mode {stat.filemode(st.st_mode)} does not let uid {os.getuid()} read it")
+        info.update(state="unreadable", reason=f"mode {stat.filemode(st.st_mode)} keeps uid {os.getuid()} out")
     except ERRORS as e:
-        info.update(state="damaged" if stat.S_ISREG(st.st_mode) else "foreign", reason=str(e).removeprefix(f"{path}: "))
+        reason = str(e).removeprefix(path).lstrip(": ") or repr(e)
+        info.update(state="foreign" if strange else "damaged", reason=reason)
     return info
 
 
 def _not_found(name: str, owner: int) -> str:
     known = [n for _, n in buffers(owner)]
-    others = [str(uid) for uid, n in buffers(None) if n == name and uid != owner]
-    there = f" uid {owner} has: {', '.join(known[:20])}{' …' if len(known) > 20 else ''}." if known else f" uid {owner} has no buffers."
-    return f"no buffer named {name!r}.{there}" + (f" Another user has one of that name: --owner {' or '.join(others)}." if others else "")
+    others = [f"--owner {uid}" for uid, n in buffers(None) if n == name and uid != owner]
+    text = f"no buffer named {name!r}; uid {owner} has " + (", ".join(known[:20]) if known else "none")
+    text += f" and {len(known) - 20} more" if len(known) > 20 else ""
+    return text + (f". Another user has one of that name: {' or '.join(others)}" if others else "")
 
 
 def _presence(path: str) -> bool:
     """Whether anybody is attached, by the lock that the kernel drops at death. Asking takes no lock."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:  # struct flock: type, whence, start, length, pid
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, native.LOCK_PRESENCE, 1, 0))
-        return struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK
+        question = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, native.LOCK_PRESENCE, 1, 0)
+        return struct.unpack_from("h", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))[0] != fcntl.F_UNLCK
     finally:
         os.close(fd)
 
 
 def _read(handle: Any, info: Info, whole: bool) -> None:
     h = handle.header
-    ready, counters, now = h["ready"], handle.counters(), time.time()
-    members, collectors = handle.members(), handle.collectors()
+    ready, counters = h["ready"], handle.counters()
+    members, collectors, now = handle.members(), handle.collectors(), time.time()
+    schema = Schema.from_bytes(handle.schema) if ready else None
+    config = msgpack.unpackb(handle.config)
     alive = [m for m in members if m["alive"]]
+    stale = h["unnamed"] and not info["attached"]
     info.update(
-        state="being destroyed" if handle.destroyed else "stale unnamed" if h["unnamed"] and not info["attached"] else
-        "ok" if ready else "no schema yet",
+        state="being destroyed" if handle.destroyed else "stale unnamed" if stale else "ok" if ready else "no schema yet",
         unnamed=h["unnamed"], capacity=h["capacity"], size=counters["size"], row_bytes=h["row_bytes"] if ready else None,
         processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
         collectors_alive=sum(c["state"] == "alive" for c in collectors), rows_total=counters["rows_total"],
         write_count=counters["write_count"], created=h["created"], age_seconds=max(0.0, now - h["created"]))
-    config = msgpack.unpackb(handle.config)
-    schema = Schema.from_bytes(handle.schema) if ready else None
     if not whole:
         return
     for entry in [*members, *collectors]:
@@ -123,38 +125,39 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
         c["ring_fill"] = c["ring_used"] / c["ring_bytes"]
     face = config.get("face") or {}
     sampler, arguments = face.get("sampler") or (None, {})
-    empty = counters["size"] == 0
+    size, end = counters["size"], counters["end_id"]
     rows_bytes = h["capacity"] * h["row_bytes"]
-    writer = next((m for m in [*alive, *members, *collectors] if m["pid"] == counters["writer_pid"]), None)
+    writer = next((m for m in [*alive, *members, *collectors] if m["pid"] == counters["writer_pid"]), {})
     info.update(
         instance_id=f"{h['instance_id']:016x}", creator_pid=h["creator_pid"],
-        schema=None if schema is None else {
+        schema=schema and {
             "payload_bytes": schema.payload_bytes, "row_bytes": schema.row_bytes,
-            "columns": [{"key": list(c.key), "dtype": c.dtype, "shape": list(c.shape), "bytes": c.nbytes, "offset": c.offset}
-                        for c in schema.columns]},
-        window={"first_id": None if empty else counters["first_id"], "last_id": None if empty else counters["end_id"] - 1,
-                "end_id": counters["end_id"]},
-        settings={"full": config.get("full"), "timeout": config.get("timeout"), "drain": config.get("drain"),
-                  "class": face.get("class"), "batch_size": face.get("batch_size"), "sampler": sampler, "sampler_arguments": arguments,
-                  "priority_key": face.get("priority_key") or None, "pin_memory": face.get("pin_memory"),
-                  "max_collectors": h["max_collectors"], "max_members": h["max_members"], "ring_bytes": h["ring_bytes"] or None},
+            "columns": [{"key": list(c.key), "dtype": c.dtype, "shape": list(c.shape), "bytes": c.nbytes,
+                         "offset": c.offset} for c in schema.columns]},
+        window={"first_id": counters["first_id"] if size else None, "last_id": end - 1 if size else None, "end_id": end},
+        settings={**{k: config.get(k) for k in ("full", "timeout", "drain")},
+                  **{k: face.get(k) or None for k in ("class", "batch_size", "priority_key", "pin_memory")},
+                  "sampler": sampler, "sampler_arguments": arguments, "ring_bytes": h["ring_bytes"] or None,
+                  "max_collectors": h["max_collectors"], "max_members": h["max_members"]},
         config=config,
         segment={"file_bytes": info["file_bytes"], "allocated_bytes": info["allocated_bytes"],
                  "configuration_bytes": h["config_bytes"], "rows_bytes": rows_bytes,
-                 "schema_bytes": h["rings_offset"] - h["config_bytes"] - rows_bytes if ready else 0,
-                 "rings_bytes": h["file_bytes"] - h["rings_offset"],  # address space; a ring gets memory when a collector claims it
-                 "rings_allocated_bytes": max(0, info["allocated_bytes"] - h["rings_offset"]), "rings_in_use": len(collectors)},
-        writer={"pid": counters["writer_pid"] or None, "command": writer and writer["command"],
-                "process_state": writer and writer["process_state"], "active": counters["writer_active"],
-                "last_transaction_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
+                 "schema_bytes": h["rings_offset"] - h["config_bytes"] - rows_bytes,
+                 "rings_bytes": h["file_bytes"] - h["rings_offset"],  # a ring gets memory when a collector claims it
+                 "rings_allocated_bytes": max(0, info["allocated_bytes"] - h["rings_offset"]),
+                 "rings_in_use": len(collectors)},
+        writer={"pid": counters["writer_pid"] or None, "command": writer.get("command"),
+                "process_state": writer.get("process_state"), "active": counters["writer_active"],
+                "age_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
                 "transactions": counters["transactions"], "takeovers": counters["takeovers"]},
         members=sorted(members, key=lambda m: (not m["alive"], m["since"])), collectors=collectors, counters=counters)
 
 
 def _process_state(entry: Info) -> str | None:
-    """One letter from /proc (R, S, D, T, Z …); None if the process is gone, or is numbered in another pid namespace."""
+    """One letter from /proc (R, S, D, T, Z …); None if the process is gone or counted in another pid namespace."""
     try:
-        if os.stat("/proc/self/ns/pid").st_ino != entry["pid_namespace"] or native.process_start_ticks(entry["pid"]) != entry["start_ticks"]:
+        here = os.stat("/proc/self/ns/pid").st_ino == entry["pid_namespace"]
+        if not here or native.process_start_ticks(entry["pid"]) != entry["start_ticks"]:
             return None  # the pid means another process here
         with open(f"/proc/{entry['pid']}/stat", "rb") as f:
             return f.read().rpartition(b")")[2].split()[0].decode()
@@ -162,7 +165,7 @@ def _process_state(entry: Info) -> str | None:
         return None
 
 
-# ---- words and numbers for people --------------------------------------------------------------------------------------
+# ---- words and numbers for people ------------------------------------------------------------------------------
 
 
 def printable(text: Any) -> str:
@@ -171,43 +174,36 @@ def printable(text: Any) -> str:
 
 
 def nbytes(n: float | None) -> str:
-    if n is None:
-        return "–"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:,} B" if unit == "B" else f"{n:.1f} {unit}"
+    if n is None or n < 1024:
+        return "-" if n is None else f"{n} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         n /= 1024
-    return f"{n:.1f} TiB"
+        if n < 1024:
+            break
+    return f"{n:.1f} {unit}"
 
 
 def seconds(s: float | None) -> str:
-    if s is None:
-        return "–"
-    for limit, unit, size in ((10, "s", 1), (120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
-        if s < limit:
-            return f"{s:.1f} s" if limit == 10 else f"{s / size:.0f} {unit}"
-    return f"{s / 86_400:.0f} d"
+    if s is None or s < 10:
+        return "-" if s is None else f"{s:.1f} s"
+    unit, size = next((u for limit, *u in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)) if s < limit), ("d", 86_400))
+    return f"{s / size:.0f} {unit}"
 
 
-def count(n: int | None) -> str:
-    return "–" if n is None else f"{n:,}"
-
-
-def plural(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+def count(n: int | None, what: str = "") -> str:
+    return "-" if n is None else f"{n:,}" + (f" {what}{'' if n == 1 else 's'}" if what else "")
 
 
 def plain(value: Any) -> Any:
     """As JSON can hold it: configurations may hold bytes, inf and nan."""
     if isinstance(value, dict):
-        return {k if isinstance(k, str) else str(plain(k)): plain(v) for k, v in value.items()}
+        return {str(plain(k)): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    known = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else str(value)
 
 
 def print_json(value: Any) -> None:
@@ -217,47 +213,260 @@ def print_json(value: Any) -> None:
 
 
 def print_rich(*parts: Any) -> None:
-    """Tables to stdout; as wide as they need to be when nobody's terminal limits them."""
+    """Tables to stdout, each as wide as it is: numbers folded into narrow columns help nobody."""
     from rich.console import Console
 
-    tty = sys.stdout.isatty()
-    console = Console(width=None if tty else 2000, markup=False, emoji=False, highlight=False)
+    console = Console(width=2000, markup=False, emoji=False, highlight=False)
     with console.capture() as text:  # written in one go: a closed pipe then is our exception, not rich's exit
-        for part in parts:
-            console.print(part)
-    out = text.get()
-    sys.stdout.write(out if tty else "\n".join(line.rstrip() for line in out.split("\n")))
+        console.print(*parts, sep="\n")
+    sys.stdout.write("\n".join(line.rstrip() for line in text.get().split("\n")))
 
 
 def table(*columns: str, title: str | None = None) -> Any:
-    """A table; a column's name ending in ">" is set flush right."""
+    """A table; a column whose name ends in ">" is set flush right."""
     from rich import box
     from rich.table import Table
 
-    t = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    t = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", header_style="bold",
+              show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for c in columns:
-        t.add_column(c.rstrip(">"), justify="right" if c.endswith(">") else "left", overflow="fold")
+        t.add_column(c.rstrip(">"), justify="right" if c.endswith(">") else "left", no_wrap=True)
     return t
 
 
-STATE_STYLE = {"ok": "green", "alive": "green", "no schema yet": "cyan", "dead": "red", "damaged": "red", "closed": "dim"}
+STYLES = {"ok": "green", "alive": "green", "no schema yet": "cyan", "dead": "red", "damaged": "red", "closed": "dim"}
 
 
-def state_text(state: str, more: str = "") -> Any:
+def styled(text: Any, style: str | None = None) -> Any:
     from rich.text import Text
 
-    return Text(state + more, style="yellow" if more else STATE_STYLE.get(state, "yellow"))
+    return Text(printable(text), style=STYLES.get(text, "yellow") if style is None else style)
 
 
-def living(state: str, entry: Info) -> Any:
-    """alive, dead or closed, and what /proc says of it when that matters."""
-    letter = entry["process_state"]
-    if state == "alive" and letter in ("T", "t"):
-        return state_text(state, f", stopped ({letter})")
-    return state_text(state if state != "alive" or letter is None else f"alive ({letter})", "") if letter is None else _green(f"{state} ({letter})", state)
+def living(state: str, letter: str | None) -> Any:
+    """alive, dead or closed, and the state of its process."""
+    if letter in ("T", "t"):
+        return styled(f"{state} ({letter}, stopped)")
+    return styled(f"{state} ({letter})" if letter else state, STYLES.get(state, ""))
 
 
-def _green(text: str, state: str) -> Any:
-    from rich.text import Text
+# ---- the commands ----------------------------------------------------------------------------------------------
 
-    return Text(text, style=STATE_STYLE.get(state, ""))
+
+def list_command(args: argparse.Namespace) -> int:
+    """`shminfo list`: one line per buffer."""
+    found = []
+    for owner, name in buffers(None if args.all_users else args.owner):
+        with contextlib.suppress(BufferNotFound):  # destroyed while we looked
+            found.append(look(name, owner))
+    if args.json:
+        print_json(found)
+    elif not found:
+        print(f"no buffers of {'any user' if args.all_users else f'uid {args.owner}'} in {segment.SHM_DIR}")
+    else:
+        t = table(*["uid>"] * args.all_users, "name", "rows>", "capacity>", "bytes/row>", "segment>", "memory>", "attached>",
+                  "collectors>", "written>", "age>", "state")
+        for i in found:
+            t.add_row(*[str(i["owner"])] * args.all_users, printable(i["name"]), count(i["size"]), count(i["capacity"]),
+                      count(i["row_bytes"]), nbytes(i["file_bytes"]), nbytes(i["allocated_bytes"]),
+                      count(i["processes_alive"]), count(i["collectors_alive"]), count(i["rows_total"]),
+                      seconds(i["age_seconds"]), styled(i["state"]))
+        reasons = [styled(f"{i['name']}: {i['reason']}") for i in found if i["reason"]]
+        print_rich(t, *[""] * bool(reasons), *reasons)
+    return 0
+
+
+def show_command(args: argparse.Namespace) -> int:
+    """`shminfo show NAME`: everything about one buffer."""
+    segment.check_name(args.name)
+    info = look(args.name, args.owner, whole=True)
+    if "settings" not in info:  # only its outside is known
+        hint = _force_hint(args.name) if info["state"] == "damaged" else ""
+        raise BufferFormatError(f"{info['path']} is {info['state']}: {info['reason']}{hint}")
+    if args.json:
+        print_json(info)
+    else:
+        print_rich(_heading(info), *_tables(info))
+    return 0
+
+
+def _force_hint(name: str) -> str:
+    return f". `shminfo rm --force {name}` removes it"
+
+
+def _heading(info: Info) -> Any:
+    from rich.table import Table
+
+    size, capacity, c, s, seg, w = (info[k] for k in ("size", "capacity", "counters", "settings", "segment", "writer"))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold")
+
+    def line(label: str, *parts: Any) -> None:
+        grid.add_row(label, printable(", ".join(str(p) for p in parts if p)))
+
+    grid.add_row(info["name"], styled(info["state"]))
+    line("rows", f"{size:,} of {capacity:,} ({size / capacity:.1%})",
+         size and f"row ids {info['window']['first_id']:,} to {info['window']['last_id']:,}")
+    line("written", count(c["rows_total"], "row"),
+         c["write_count"] != c["rows_total"] and f"{c['write_count']:,} since the buffer was emptied",
+         *(f"{c[k]:,} {what}" for k, what in (("dropped_rows", "dropped as newest"), ("skipped_rows", "dropped as oldest"),
+                                              ("refused_rows", "refused")) if c[k]),
+         c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
+         c["malformed_records"] and count(c["malformed_records"], "malformed record"))
+    line("segment", info["path"], f"{nbytes(seg['file_bytes'])}, of which {nbytes(seg['allocated_bytes'])} have memory")
+    if schema := info["schema"]:
+        padding = schema["row_bytes"] - schema["payload_bytes"]
+        line("", f"rows {nbytes(seg['rows_bytes'])} ({schema['row_bytes']:,} bytes per row: {schema['payload_bytes']:,} "
+                 f"payload, {padding} padding)")
+        line("", f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
+                 f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)")
+        line("", f"configuration {nbytes(seg['configuration_bytes'])}", f"schema {nbytes(seg['schema_bytes'])}")
+    line("owner", f"uid {info['owner']}", f"mode {info['mode']}",
+         f"created {seconds(info['age_seconds'])} ago by pid {info['creator_pid']}",
+         info["unnamed"] and "unnamed: goes with its creator")
+    patience = "for ever" if s["timeout"] is None else f"{s['timeout']} s"
+    line("settings", f"full: {s['full']}" + (f" (waits {patience})" if s["full"] == "block" else ""), f"drain: {s['drain']}",
+         f"at most {count(s['max_collectors'], 'collector')}")
+    if s["class"]:
+        arguments = ", ".join(f"{k}={v!r}" for k, v in s["sampler_arguments"].items())
+        line("class", s["class"], f"batch size {s['batch_size'] or 'not set'}", f"sampler {s['sampler']}({arguments})",
+             s["priority_key"] and f"priority key {show_key(tuple(s['priority_key']))}", s["pin_memory"] and "pin_memory")
+    if w["pid"] is None:
+        line("writer", "nobody yet")
+    else:
+        line("writer", f"pid {w['pid']} {w['command'] or ''}".strip(), "active" if w["active"] else "idle (gave the role back)",
+             w["process_state"] in ("T", "t") and "stopped (SIGSTOP)", f"last at it {seconds(w['age_seconds'])} ago",
+             count(w["transactions"], "transaction"), count(w["takeovers"], "takeover"))
+    return grid
+
+
+def _tables(info: Info) -> Iterator[Any]:
+    members, collectors, schema = info["members"], info["collectors"], info["schema"]
+    yield ""
+    if schema:
+        t = table("key", "dtype", "shape", "bytes>", "offset>", title=f"schema: {count(len(schema['columns']), 'column')}")
+        for c in schema["columns"]:
+            t.add_row(show_key(tuple(c["key"])), c["dtype"], str(c["shape"]), count(c["bytes"]), count(c["offset"]))
+        yield from (t, "")
+    else:
+        yield from ("no schema yet: the first put of any process decides it", "")
+    alive = [m for m in members if m["alive"]]
+    dead = members[len(alive):][::-1]  # the latest first
+    if members:
+        t = table("pid>", "command", "roles", "slot>", "since>", "state", title=f"attached: {info['processes_alive']} alive")
+        for m in alive + dead[:DEAD_SHOWN]:
+            t.add_row(str(m["pid"]), printable(m["command"]), ", ".join(m["roles"]) or "-", count(m["slot"]),
+                      f"{seconds(m['age_seconds'])} ago", living("alive" if m["alive"] else "dead", m["process_state"]))
+        yield from (t, *[f"and {len(dead) - DEAD_SHOWN} more dead"] * (len(dead) > DEAD_SHOWN), "")
+    if not alive:
+        yield from ("attached read-only (such handles are not listed)" if info["attached"] else "nobody is attached", "")
+    if collectors:
+        from rich.bar import Bar
+
+        t = table("slot>", "pid>", "state", "ring", "fill>", "bytes>", "put>", "stored>", "skipped>", "dropped>", "refused>",
+                  "blocked>", title=f"collectors: {info['collectors_alive']} alive; rows of each")
+        for c in collectors:
+            t.add_row(str(c["slot"]), str(c["pid"]), living(c["state"], c["process_state"]),
+                      Bar(1.0, 0, c["ring_fill"], width=10), f"{c['ring_fill']:.0%}", count(c["ring_used"]),
+                      *(count(c[f"{k}_rows"]) for k in ("put", "stored", "skipped", "dropped", "refused")),
+                      seconds(c["blocked_seconds"]))
+        yield t
+    else:
+        yield "no collectors"
+
+
+def rm_command(args: argparse.Namespace) -> int:
+    """`shminfo rm NAME…`: destroy. Those that can go, go, whatever becomes of the others."""
+    results = []
+    for name in args.names:
+        error = None
+        try:
+            segment.destroy(name, force=args.force, owner=args.owner)
+        except BufferNotFound:
+            error = _not_found(name, args.owner)
+        except BufferFormatError as e:
+            path = segment.path_of(name, args.owner)
+            error = f"{e}{_force_hint(name) if os.path.isfile(path) and not os.path.islink(path) else f'. Remove it yourself: rm {path}'}"
+        except ERRORS as e:
+            error = str(e)
+        results.append({"name": name, "owner": args.owner, "removed": error is None, "error": error})
+        if error is not None:
+            complain(error)
+        elif not args.json:
+            print(f"removed {name}")
+    if args.json:
+        print_json(results)
+    return int(any(r["error"] for r in results))
+
+
+def complain(what: Any) -> None:
+    print(printable(f"shminfo: {what}"), file=sys.stderr)
+
+
+def user(text: str) -> int:
+    """A uid, or the uid of a user name."""
+    import pwd
+
+    try:
+        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"no user {text!r}") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Options work before and after the command."""
+
+    def options(p: argparse.ArgumentParser, **default: Any) -> None:
+        p.add_argument("--json", action="store_true", help="for programs: complete, numbers as numbers", **default)
+        p.add_argument("--owner", type=user, metavar="UID", help="another user's buffers (number or name)", **default)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        p = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        options(p, default=argparse.SUPPRESS)  # one left out must not undo one before the command
+        p.set_defaults(run=run)
+        return p
+
+    top = argparse.ArgumentParser(prog="shminfo", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EPILOG,
+                                  description="Look at shmbuf's buffers without disturbing them, and remove them.")
+    top.add_argument("--version", action="version", version=f"shminfo {__version__}")
+    options(top)
+    everybody = {"action": "store_true", "help": "everybody's buffers"}
+    top.add_argument("--all-users", **everybody)
+    top.set_defaults(run=list_command)
+    commands = top.add_subparsers(title="commands", metavar="{list,show,rm}")
+    listing = command("list", list_command, "list buffers (also what no command does)")
+    listing.add_argument("--all-users", default=argparse.SUPPRESS, **everybody)
+    command("show", show_command, "show everything about one buffer").add_argument("name")
+    rm = command("rm", rm_command, "destroy buffers that nobody is attached to")
+    rm.add_argument("names", metavar="name", nargs="+")
+    rm.add_argument("--force", action="store_true", help="also if somebody is attached (who gets StorageLost) or it is damaged")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console script. Returns the exit status (argparse exits by itself, with 2)."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a name shall still show the numbers
+    try:
+        try:
+            p = parser()
+            args = p.parse_args(argv)
+            if args.all_users and (args.run is not list_command or args.owner is not None):
+                p.error("--all-users goes with list, and not with --owner")
+            args.owner = os.getuid() if args.owner is None else args.owner
+            return args.run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except ERRORS as e:
+        complain(e)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

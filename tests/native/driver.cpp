@@ -1,111 +1,12 @@
-// One program over the real headers, without Python. Collectors, writers and readers share one segment, updaters and drawers one
-// tree: as threads, so that TSan sees them, or (--processes) as forked processes, of which one is killed every few milliseconds.
-// Every round has another geometry, drawn from the seed. What is checked, and by whom:
+// One program over the real headers, without Python: collectors, writers and readers on one segment (here), updaters and drawers on
+// one tree (priorities.h), threads of one handle (at the end). Every round has another geometry, drawn from the seed.
 //
-//   writers      after every transaction, holding the role: the rows of each ring are the next ones, exactly once, in order, byte
-//                for byte; skips are counted; heads, cursor, base and reserve agree with the commit block            (audit)
+//   writers      after every transaction, holding the role: the rows of each ring are the next ones, each once, in order, byte for
+//                byte; skips are counted; heads, cursor, base and reserve agree with the commit block               (audit)
 //   collectors   the result in a record is the id under which that very row is read back, or DROPPED after a skip
-//   readers      every drawn row is byte for byte a row that was put; ids of one ring grow with its rows; no word goes back
-//   updaters     a priority is found only under the id it was set for; zero and fresh leaves are never drawn; at rest no node
-//                differs from its children, and as many of 4,096 evenly spread draws fall on each leaf as its share
-#if defined(__SANITIZE_THREAD__)
-// TSan does not know that handing over a file lock orders memory. Until registry.h says so itself, its calls come here.
-#include <atomic>
-#include <fcntl.h>
-inline int ordering_fcntl(int fd, int command, struct flock *l) {
-  static std::atomic<int> edge{0};
-  edge.fetch_add(1);
-  int r = fcntl(fd, command, l);
-  edge.fetch_add(1);
-  return r;
-}
-#define fcntl ordering_fcntl
-#endif
-#include "handle.h"
-#include "priority_tree.h"
-#undef fcntl
-#include <cinttypes>
-#include <cmath>
-#include <cstdarg>
-#include <functional>
-#include <sys/wait.h>
-#include <thread>
-
-using namespace shmbuf;
-
-constexpr u32 kMaxRings = 16;
-struct Geometry { u64 seed, capacity, row_bytes, ring_bytes, collectors; };
-struct Audit { u64 next[kMaxRings], dropped; };  // per ring: the number of the row that must come next
-struct Board {                                   // shared by all actors
-  u32 stop;
-  u64 audited;
-  Audit audit[2];                                // selected like the commit block: an auditor may be killed too
-  u64 acked[kMaxRings], clears, skips;
-  u64 rows, records, draws, checked, lapped, swept;
-  u64 tree_first, tree_cursor, tree_reserve, updates, stale, drawn;
-};
-static Board *board;
-static Geometry g;
-static bool processes;
-static u64 seconds_per_round = 1;
-
-[[noreturn]] static void fail(const char *format, ...) {
-  va_list args;
-  va_start(args, format);
-  char text[512];
-  std::vsnprintf(text, sizeof text, format, args);
-  std::fprintf(stderr, "VIOLATION: %s\n  round: --seed %" PRIu64 " --rounds 1 --capacity %" PRIu64 " --row-bytes %" PRIu64 " --ring-bytes %" PRIu64
-               " --collectors %" PRIu64 "%s\n", text, g.seed, g.capacity, g.row_bytes, g.ring_bytes, g.collectors, processes ? " --processes" : "");
-  _exit(1);
-}
-#define CHECK(condition, ...) ((condition) ? void() : fail(__VA_ARGS__))
-static bool stopped() { return load(board->stop, acquire) != 0; }
-static void count(u64 &what, u64 n = 1) { fetch_add(what, n, relaxed); }
-
-// ---- actors ----------------------------------------------------------------------------------------------------
-using Body = std::function<void(u64 life)>;  // life: another number each time it is started
-
-static void run(const std::vector<Body> &bodies, const std::function<u64()> &progress) {
-  store(board->stop, 0u, release);
-  u64 end = now_ns() + seconds_per_round * 1'000'000'000, moved = now_ns(), seen = progress(), life = g.seed;
-  auto watch = [&] {
-    if (u64 p = progress(); p != seen) seen = p, moved = now_ns();
-    CHECK(now_ns() - moved < 20'000'000'000, "nothing has moved for 20 s (%" PRIu64 ")", seen);
-  };
-  if (!processes) {
-    std::vector<std::thread> threads;
-    for (auto &body : bodies) threads.emplace_back(body, life++);
-    while (now_ns() < end) usleep(20'000), watch();
-    store(board->stop, 1u, release);
-    for (auto &t : threads) t.join();
-    return;
-  }
-  std::vector<pid_t> pids(bodies.size());
-  auto start = [&](u64 i) {
-    pids[i] = fork();
-    CHECK(pids[i] >= 0, "fork: %s", std::strerror(errno));
-    if (pids[i] == 0) bodies[i](life), _exit(0);
-    ++life;
-  };
-  auto reap = [&](u64 i, bool killed) {
-    int status;
-    waitpid(pids[i], &status, 0);
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
-    if (!(killed && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)) fail("actor %" PRIu64 " ended with status %#x", i, status);
-  };
-  for (u64 i = 0; i < bodies.size(); ++i) start(i);
-  Rng rng{g.seed};
-  while (now_ns() < end) {
-    usleep(useconds_t(rng.below(8'000)));
-    u64 i = rng.below(bodies.size());
-    kill(pids[i], SIGKILL);
-    reap(i, true);
-    start(i);
-    watch();
-  }
-  store(board->stop, 1u, release);
-  for (u64 i = 0; i < bodies.size(); ++i) reap(i, false);
-}
+//   readers      every row is byte for byte a row that was put; ids of one ring grow with its rows; no word goes back
+//   at the end   nothing is left in a ring, every row put is stored or counted as skipped, every slot is given back
+#include "priorities.h"
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 static std::vector<u64> cuts;  // columns of every awkward size: [cuts[i], cuts[i + 1]); the first two are `who` and `number`
@@ -191,7 +92,7 @@ static void audit(const Segment &s) {
   for (u32 d = 0; d < b.n_slots; ++d) {
     u32 i = (b.start + d) % b.n_slots;
     u64 stored = b.slot[i].stored_rows - before(i).stored_rows, skipped = b.slot[i].skipped_rows - before(i).skipped_rows;
-    a.next[i] += skipped, a.dropped += skipped;
+    a.next[i] += skipped;
     CHECK(b.kind == kPlanRows || stored + skipped == 0, "CLEAR stored or skipped rows of ring %u", i);
     for (u64 j = 0; j < stored; ++j, ++id, ++a.next[i])
       if (id + n >= b.cursor)
@@ -206,12 +107,12 @@ static void audit(const Segment &s) {
   std::atomic_ref<u64>(board->audited).store(seq, release);
 }
 
-struct Member_ {  // one description, one role: what threads of one handle share
+struct Desk {  // one description and one role: what the threads of one handle share
   Segment &s;
   int fd;
   WriterRole role;
-  Member_(Segment &segment, int file) : s(segment), fd(reopen(file)), role(segment) { role.open(fd, describe_self(), -1); }
-  ~Member_() { close(fd); }
+  Desk(Segment &segment, int file) : s(segment), fd(reopen(file)), role(segment) { role.open(fd, describe_self(), -1); }
+  ~Desk() { close(fd); }
   template <class Enough> WriterRole::Outcome help(Enough enough) {
     return role.help([&] { return audit(s), enough(); });
   }
@@ -229,7 +130,7 @@ struct Member_ {  // one description, one role: what threads of one handle share
   }
 };
 
-static void writer(Member_ &m, u64 life) {
+static void writer(Desk &m, u64 life) {
   Rng rng{life};
   Control &c = m.s.control();
   while (!stopped()) {
@@ -247,7 +148,7 @@ static void writer(Member_ &m, u64 life) {
 }
 
 static void collector(Segment &s, int file, u64 life) {
-  Member_ m(s, file);
+  Desk m(s, file);
   Registry registry(s, m.fd);
   Rng rng{life};
   std::vector<u8> staging;
@@ -267,8 +168,8 @@ static void collector(Segment &s, int file, u64 life) {
     CHECK(p.used() == 0, "slot %u was freed with undrained rows", i);
     u64 most = p.max_rows_per_record(), number = load(board->acked[i], acquire), skips = 0;
     if (processes) {  // the one before may have been killed between its last tail and our board
-      const BlockSlot &b = s.block(load(s.control().commit_seq, acquire)).slot[i];
-      u64 truth = i < s.block(load(s.control().commit_seq, acquire)).n_slots ? load(b.stored_rows, relaxed) + load(b.skipped_rows, relaxed) : 0;
+      const CommitBlock &b = s.block(load(s.control().commit_seq, acquire));
+      u64 truth = i < b.n_slots ? load(b.slot[i].stored_rows, relaxed) + load(b.slot[i].skipped_rows, relaxed) : 0;
       CHECK(truth >= number && truth <= number + most, "ring %u: %" PRIu64 " rows acknowledged, %" PRIu64 " there", i, number, truth);
       store(board->acked[i], number = truth, release);
     }
@@ -295,7 +196,6 @@ static void collector(Segment &s, int file, u64 life) {
         store(board->acked[i], number += n, release);
         count(board->rows, n);
       }
-      count(board->records);
       if (rng.below(2)) fence(seq_cst), wake_if_armed(s.control().writer_wait);
       if (rng.below(16)) continue;
       auto committed = [&] { return load(slot.head_pub, acquire) >= end; };
@@ -329,7 +229,6 @@ static void reader(Segment &s, u64 life) {
       bool lapped;
       got = gather.draw(n, rng, ids, lapped);
       std::fill(valid, valid + got, u8(1));
-      count(board->lapped, lapped);
       if (!got) usleep(100);
     } else {  // named ids: about the window, some long gone, some not there yet
       for (u64 j = 0; j < (got = n); ++j) ids[j] = w.hi + 3 - std::min(w.hi + 3, rng.below(2 * s.capacity));
@@ -346,22 +245,21 @@ static void reader(Segment &s, u64 life) {
     for (u64 j = 1; j < seen.size(); ++j)
       if (seen[j][0] == seen[j - 1][0])
         CHECK((seen[j][1] == seen[j - 1][1]) == (seen[j][2] == seen[j - 1][2]) && seen[j][2] >= seen[j - 1][2], "ring %" PRIu64 ": ids out of order", seen[j][0]);
-    count(board->draws, seen.size());
   }
 }
 
 static void rings() {
   int fd = make_file();
   Segment s = map_segment(fd);
-  Member_ shared(s, fd);  // two writer threads on one description, one on its own
+  Desk shared(s, fd);  // two writer threads on one description, one on its own
   std::vector<Body> bodies;
   for (int w = 0; w < 2; ++w)
     bodies.push_back([&](u64 life) {
       if (!processes) return writer(shared, life);
-      Member_ own(s, fd);
+      Desk own(s, fd);
       writer(own, life);
     });
-  bodies.push_back([&](u64 life) { Member_ own(s, fd); writer(own, life); });
+  bodies.push_back([&](u64 life) { Desk own(s, fd); writer(own, life); });
   for (u64 i = 0; i < g.collectors; ++i) bodies.push_back([&](u64 life) { collector(s, fd, life); });
   for (int r = 0; r < 2; ++r) bodies.push_back([&](u64 life) { reader(s, life); });
   run(bodies, [&] { return load(s.control().commit_seq, relaxed); });
@@ -383,111 +281,6 @@ static void rings() {
   for (u32 i = 0; i < b.n_slots; ++i) CHECK(word_state(load(s.slot(i).word, acquire)) == kFree, "slot %u is never given back", i);
   munmap(s.map, s.mapped_bytes);
   close(fd);
-}
-
-// ---- priorities ------------------------------------------------------------------------------------------------
-// The values a row may have: its first one (which = 0) and four that updaters choose from. Some are 0, the others 1e-8 to 1e7.
-static float priority_of(u64 id, u64 which) {
-  u64 x = mix64(id * 5 + which + 1);
-  return x % 7 == 0 ? 0 : float(std::pow(10.0, double(x % 16) - 8) * (1 + double(x >> 60)));
-}
-static bool may_have(u64 id, float p) {
-  for (u64 which = 0; which < 5; ++which)
-    if (p == priority_of(id, which)) return true;
-  return false;
-}
-static void tree_writer(PriorityTree &t, u64 life) {
-  Rng rng{life};
-  std::vector<float> first;
-  auto publish = [&](u64 from, u64 to) {
-    first.clear();
-    for (u64 id = from; id < to; ++id) first.push_back(priority_of(id, 0));
-    t.publish(from, first.data(), 1, to - from);
-  };
-  publish(board->tree_first, board->tree_cursor);  // what a killed one committed
-  while (!stopped()) {
-    u64 from = board->tree_cursor, n = rng.below(50) ? 1 + rng.below(g.capacity / 4 + 1) : 1 + rng.below(3 * g.capacity);
-    if (load(board->tree_reserve, relaxed) == from) store(board->tree_reserve, from + n, release);  // the plan, sealed
-    u64 to = load(board->tree_reserve, relaxed);
-    t.evict(from, to - from);
-    store(board->tree_first, from, release);
-    store(board->tree_cursor, to, release);
-    publish(from, to);
-    if (!rng.below(4)) usleep(useconds_t(rng.below(500)));
-  }
-}
-static void updater(PriorityTree &t, u64 life) {
-  Rng rng{life};
-  u64 ids[300];
-  float p[300];
-  while (!stopped()) {
-    u64 cursor = load(board->tree_cursor, acquire), n = 1 + rng.below(300);
-    if (!cursor) continue;
-    for (u64 j = 0; j < n; ++j) ids[j] = cursor - 1 - std::min(cursor - 1, rng.below(g.capacity + g.capacity / 8)), p[j] = priority_of(ids[j], 1 + rng.below(4));
-    u64 applied = t.set(ids, p, n);
-    CHECK(applied <= n, "set applied %" PRIu64 " of %" PRIu64, applied, n);
-    count(board->updates, applied), count(board->stale, n - applied);
-    t.get(ids, n, p);
-    for (u64 j = 0; j < n; ++j)
-      CHECK(std::isnan(p[j]) || (p[j] == 0 && std::signbit(p[j])) || may_have(ids[j], p[j]), "id %" PRIu64 " has a priority %g that nobody gave it", ids[j], double(p[j]));
-  }
-}
-static void drawer(const PriorityTree &t, u64 life) {
-  Rng rng{life};
-  u64 ids[64];
-  double u[64];
-  float p[64];
-  while (!stopped()) {
-    u64 n = 1 + rng.below(64), around = load(board->tree_cursor, acquire);
-    for (u64 j = 0; j < n; ++j) u[j] = double(rng.next() >> 11) * 0x1p-53;
-    u64 got = t.draw(around, u, n, ids, p), cursor = load(board->tree_cursor, acquire);
-    for (u64 j = 0; j < got; ++j)
-      CHECK(p[j] > 0 && ids[j] < cursor && may_have(ids[j], p[j]), "drew id %" PRIu64 " (cursor %" PRIu64 ") with %g", ids[j], cursor, double(p[j]));
-    count(board->drawn, got);
-    CHECK(t.sum() >= 0 && std::isfinite(t.sum()) && t.min() >= 0, "sum %g min %g", t.sum(), double(t.min()));
-  }
-}
-static void tree() {
-  u64 bytes = PriorityTree::bytes(g.capacity);
-  auto *memory = static_cast<u8 *>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-  PriorityTree t(memory, g.capacity);
-  if (g.seed & 1) std::memset(memory, 0xa5, bytes), t.format();
-  std::vector<Body> bodies = {[&](u64 life) { tree_writer(t, life); }};
-  for (int i = 0; i < 3; ++i) bodies.push_back([&](u64 life) { updater(t, life); });
-  for (int i = 0; i < 2; ++i) bodies.push_back([&](u64 life) { drawer(t, life); });
-  run(bodies, [&] { return board->tree_cursor + board->updates; });
-
-  u64 n = g.capacity, hi = board->tree_cursor, lo = hi > n ? hi - n : 0;
-  if (processes) {  // the last writer may have been killed before its publish; then the scrub heals what the dead left
-    if (board->tree_reserve > hi) t.evict(hi, board->tree_reserve - hi), t.publish(hi, std::vector<float>(board->tree_reserve - hi, 0.0f).data(), 1, board->tree_reserve - hi), lo = hi;
-    t.scrub();
-  }
-  CHECK(t.check() == 0, "%" PRIu64 " nodes differ from their children at rest", t.check());
-  long double sum = 0;
-  float least = 0;
-  std::vector<u64> ids;
-  std::vector<float> p(n);
-  for (u64 id = lo; id < hi; ++id) ids.push_back(id);
-  t.get(ids.data(), ids.size(), p.data());
-  for (u64 j = 0; j < ids.size(); ++j) {
-    CHECK(processes || (!std::isnan(p[j]) && !(p[j] == 0 && std::signbit(p[j]))), "row %" PRIu64 " was never published", ids[j]);
-    if (!std::isnan(p[j])) sum += p[j];
-    if (p[j] > 0 && (least == 0 || p[j] < least)) least = p[j];
-  }
-  if (!processes) {
-    CHECK(std::abs(double(sum - (long double)t.sum())) <= 1e-9 * double(sum) && least == t.min(), "root %g, leaves %g; min %g, leaves %g", t.sum(), double(sum), double(t.min()), double(least));
-    constexpr u64 kDraws = 4096;
-    std::vector<double> u(kDraws);
-    std::vector<u64> drawn(kDraws), hits(n);
-    std::vector<float> with(kDraws);
-    for (u64 j = 0; j < kDraws; ++j) u[j] = (double(j) + 0.5) / kDraws;
-    u64 got = t.draw(hi, u.data(), kDraws, drawn.data(), with.data());
-    CHECK(got == (t.sum() > 0 ? kDraws : 0), "%" PRIu64 " draws at rest", got);
-    for (u64 j = 0; j < got; ++j) CHECK(drawn[j] >= lo && drawn[j] < hi, "drew id %" PRIu64 " at rest", drawn[j]), ++hits[drawn[j] - lo];
-    for (u64 j = 0; j < ids.size() && got; ++j)
-      CHECK(std::abs(double(hits[j]) - kDraws * double(p[j]) / t.sum()) < 1.01, "leaf of %g among %g was drawn %" PRIu64 " times", double(p[j]), t.sum(), hits[j]);
-  }
-  munmap(memory, bytes);
 }
 
 // ---- one handle, many threads ----------------------------------------------------------------------------------
@@ -532,40 +325,35 @@ static void handles() {
 }
 
 int main(int argc, char **argv) {
-  u64 seconds = 3, seed = 1, rounds = ~0ull, asked[4] = {};
+  u64 seconds = 3, seed = 1, rounds = ~0ull;
+  Geometry asked{};
+  const std::pair<const char *, u64 *> options[] = {{"--seconds", &seconds}, {"--seed", &seed}, {"--rounds", &rounds}, {"--capacity", &asked.capacity},
+      {"--row-bytes", &asked.row_bytes}, {"--ring-bytes", &asked.ring_bytes}, {"--collectors", &asked.collectors}};
   for (int i = 1; i < argc; ++i) {
-    std::string a = argv[i];
-    const char *names[] = {"--capacity", "--row-bytes", "--ring-bytes", "--collectors"};
-    u64 value = i + 1 < argc ? std::strtoull(argv[i + 1], nullptr, 10) : 0;
-    auto *name = std::find(names, names + 4, a);
-    if (a == "--processes") { processes = true; continue; }
-    if (name != names + 4) asked[name - names] = value;
-    else if (a == "--seconds") seconds = value;
-    else if (a == "--seed") seed = value;
-    else if (a == "--rounds") rounds = value;
-    else return std::fprintf(stderr, "usage: driver [--seconds S] [--seed N] [--rounds N] [--processes] [--capacity ROWS] [--row-bytes B] [--ring-bytes B] [--collectors C]\n"), 2;
-    ++i;
+    auto *option = std::find_if(std::begin(options), std::end(options), [&](auto &o) { return !std::strcmp(o.first, argv[i]); });
+    if (!std::strcmp(argv[i], "--processes")) processes = true;
+    else if (option != std::end(options) && i + 1 < argc) *option->second = std::strtoull(argv[++i], nullptr, 10);
+    else return std::fprintf(stderr, "driver [--processes], and N after: --seconds --seed --rounds --capacity --row-bytes --ring-bytes --collectors\n"), 2;
   }
   board = static_cast<Board *>(mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-  Board total{};
-  u64 end = now_ns() + seconds * 1'000'000'000;
-  for (u64 round = 0; round < rounds && (round == 0 || now_ns() < end); ++round) {
-    Rng rng{mix64(seed + round)};
+  Board sum{};
+  u64 end = now_ns() + seconds * 1'000'000'000, round = 0;
+  for (; round < rounds && (round == 0 || now_ns() < end); ++round) {
+    Rng rng{mix64(seed + round)};  // small buffers wrap often; rings of 4 KiB hold fewer rows than the buffer, or more
     g = {seed + round, 1 + rng.below(rng.below(2) ? 40 : 3000), 16 + 8 * rng.below(rng.below(4) ? 12 : 200), 4096ull << rng.below(4), 1 + rng.below(5)};
-    if (asked[0]) g.capacity = asked[0];
-    if (asked[1]) g.row_bytes = asked[1];
-    if (asked[2]) g.ring_bytes = asked[2];
-    if (asked[3]) g.collectors = std::min<u64>(asked[3], kMaxRings - 1);
+    if (asked.capacity) g.capacity = asked.capacity;
+    if (asked.row_bytes) g.row_bytes = align_up(std::max<u64>(asked.row_bytes, 16), 8);
+    if (asked.ring_bytes) g.ring_bytes = asked.ring_bytes;
+    if (asked.collectors) g.collectors = std::min<u64>(asked.collectors, kMaxRings - 1);
     cuts = {0, 8, 16};
     while (cuts.back() < g.row_bytes) cuts.push_back(std::min(g.row_bytes, cuts.back() + 1 + rng.below(rng.below(3) ? 19 : 600)));
     std::memset(static_cast<void *>(board), 0, sizeof *board);
     rings();
-    tree();
+    priorities();
     if (!processes) handles();
-    total.rows += board->rows, total.checked += board->checked, total.updates += board->updates, total.drawn += board->drawn;
-    total.swept += board->swept, total.skips += board->skips, total.clears += board->clears, total.lapped += board->lapped, total.stale += board->stale;
+    sum.rows += board->rows, sum.checked += board->checked, sum.skips += board->skips, sum.clears += board->clears, sum.swept += board->swept;
+    sum.updates += board->updates, sum.stale += board->stale, sum.drawn += board->drawn;
   }
-  std::printf("ok: %" PRIu64 " rows put, %" PRIu64 " read, %" PRIu64 " skips, %" PRIu64 " CLEARs, %" PRIu64 " slots swept, %" PRIu64 " lapped; %" PRIu64
-              " priorities set, %" PRIu64 " stale, %" PRIu64 " drawn\n", total.rows, total.checked, total.skips, total.clears, total.swept, total.lapped,
-              total.updates, total.stale, total.drawn);
+  std::printf("ok: %" PRIu64 " rounds; %" PRIu64 " rows put, %" PRIu64 " read, %" PRIu64 " skips, %" PRIu64 " CLEARs, %" PRIu64 " slots swept; priorities: %" PRIu64
+              " set, %" PRIu64 " stale, %" PRIu64 " drawn\n", round, sum.rows, sum.checked, sum.skips, sum.clears, sum.swept, sum.updates, sum.stale, sum.drawn);
 }

@@ -40,20 +40,22 @@ def collect(buffer, who: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["pickled", "by name"])
-def test_main_creates_and_never_extends_collectors_do(method, how, unique_name):
+def test_main_creates_and_never_extends_collectors_do(method, unique_name):
+    """One collector gets the object, which pickles, another only the name; run twice in a row too."""
     context = multiprocessing.get_context(method)
-    for _ in range(2):  # run twice in a row too
+    if method == "forkserver":
+        context.set_forkserver_preload(["tests.process.test_face"])
+    for _ in range(2):
         rb = RemoteTensorDictReplayBuffer(storage=ShmStorage(10_000, name=unique_name), sampler=RandomSampler(), batch_size=16)
         assert len(rb) == 0 and not rb.initialized
         with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
             rb.sample()
-        processes = [context.Process(target=collect, args=(rb if how == "pickled" else unique_name, w)) for w in range(2)]
+        processes = [context.Process(target=collect, args=(how, w)) for w, how in enumerate((rb, unique_name))]
         for p in processes:
             p.start()
-        judge(rb.sample(timeout=60))
+        judge(rb.sample(timeout=100))
         for p in processes:
-            p.join(60)
+            p.join(100)
         assert [p.exitcode for p in processes] == [0, 0]
         assert len(rb) == rb.write_count == 2 * 57
         judge(rb[:])
@@ -70,7 +72,7 @@ assert type(rb).__name__ == "TensorDictReplayBuffer" and rb.batch_size == 8
 if sys.argv[2] == "first":
     assert not rb.initialized
     rb.extend(transitions(3, 20))
-judge(rb.sample(timeout=20))
+judge(rb.sample(timeout=60))
 print(rb.extend(transitions(4, 5)).tolist())
 """
 

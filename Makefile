@@ -1,0 +1,62 @@
+# One line each; the same names in CI and README. PYTHON makes the environment, $(PY) is inside it.
+PYTHON ?= python3
+VENV   ?= .venv
+PY      = $(VENV)/bin/python
+PIP     = $(PY) -m pip install -q --disable-pip-version-check
+BENCH   = .venv-bench
+ARGS   ?=
+
+.PHONY: demo test bench build lint models aarch64 native soak wheel clean
+
+demo: $(VENV)/.built  ## 4 collectors, one learner: DQN on CartPole until the return is 400
+	$(PY) examples/dqn_cartpole.py $(ARGS)
+
+test: $(VENV)/.built  ## the whole suite
+	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+
+bench: $(BENCH)/.built  ## peers and limits side by side in one run
+	$(BENCH)/bin/python -m tools.bench $(ARGS)
+
+build: $(VENV)/.built  ## the environment with everything the tests need, and both builds of the core
+
+lint: $(VENV)/.built
+	$(PY) -m ruff check shmbuf tests tools examples && $(PY) -m mypy
+
+models: $(VENV)/.built  ## SPIN models and litmus tests
+	$(PY) tools/dev/models.py $(ARGS)
+
+native:  ## the C++ driver: plain, TSan, ASan+UBSan, clang
+	$(MAKE) -C tests/native run tsan asan clang
+
+aarch64:  ## the C++ driver cross-built, under qemu-user
+	$(MAKE) -C tests/native aarch64
+
+soak: $(VENV)/.built  ## long ones
+	SHMBUF_SOAK=1 $(PY) -m pytest -n 2 tests/process $(ARGS)
+
+wheel: $(VENV)/.made
+	$(PY) -m pip wheel -q --no-deps -w dist .
+
+clean:
+	rm -rf build dist $(VENV) $(BENCH) tests/native/out
+
+SOURCES = $(wildcard shmbuf/native/*.h shmbuf/native/*.cpp) CMakeLists.txt pyproject.toml requirements/dev.txt
+NATIVE  = -C cmake.define.SHMBUF_FAILPOINTS=ON -C cmake.define.SHMBUF_WERROR=ON
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	touch $@
+
+# An editable install with both builds of the core: the shipped one and the one whose steps can be killed by name.
+$(VENV)/.built: $(VENV)/.made $(SOURCES)
+	$(PIP) -c requirements/dev.txt scikit-build-core nanobind
+	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples]'
+	touch $@
+
+$(BENCH)/.built: tools/bench/requirements.txt $(SOURCES) $(wildcard shmbuf/*.py)
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -r tools/bench/requirements.txt
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --force-reinstall --no-deps .
+	touch $@
