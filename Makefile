@@ -54,9 +54,15 @@ $(VENV)/.built: $(VENV)/.made $(SOURCES)
 	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples]'
 	touch $@
 
-$(BENCH)/.built: tools/bench/requirements.txt $(SOURCES) $(wildcard shmbuf/*.py)
+# Peers have an environment of their own; reverb's TensorFlow needs NumPy 1, so another again (a dash in the table if it fails).
+BPIP = $(BENCH)/bin/python -m pip install -q --disable-pip-version-check
+$(BENCH)/.peers: tools/bench/requirements.txt tools/bench/requirements-reverb.txt
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
-	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -r tools/bench/requirements.txt
-	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --force-reinstall --no-deps .
+	$(BPIP) --upgrade pip
+	$(BPIP) -r tools/bench/requirements.txt
+	-$(PYTHON) -m venv $(BENCH)/reverb && $(BENCH)/reverb/bin/python -m pip install -q -r tools/bench/requirements-reverb.txt
+	touch $@
+$(BENCH)/.built: $(BENCH)/.peers $(SOURCES) $(wildcard shmbuf/*.py)
+	$(BPIP) .
+	$(BPIP) --force-reinstall --no-deps .
 	touch $@

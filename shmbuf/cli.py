@@ -25,11 +25,12 @@ from shmbuf.errors import BufferFormatError, BufferNotFound, ShmbufError
 from shmbuf.schema import Schema, show_key
 
 Info = dict[str, Any]
-ERRORS = (ShmbufError, OSError, ValueError, TypeError, RuntimeError, AttributeError, native.FormatError, posix_ipc.Error,
-          msgpack.UnpackException)
+ERRORS = (ShmbufError, OSError, ValueError, TypeError, AttributeError, RuntimeError, native.FormatError,
+          posix_ipc.Error, msgpack.UnpackException)
 SUMMARY = ("name", "owner", "path", "state", "reason", "mode", "file_bytes", "allocated_bytes", "attached", "unnamed",
-           "capacity", "size", "row_bytes", "processes_alive", "collectors_alive", "rows_total", "write_count", "created",
-           "age_seconds")
+           "capacity", "size", "row_bytes", "processes_alive", "collectors_alive", "rows_total", "write_count",
+           "created", "age_seconds")
+FORCE = "%s. `shminfo rm --force %s` removes it"
 DEAD_SHOWN = 5  # dead entries of `show`; --json has them all
 
 EPILOG = """examples:
@@ -109,13 +110,14 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
     schema = Schema.from_bytes(handle.schema) if ready else None
     config = msgpack.unpackb(handle.config)
     alive = [m for m in members if m["alive"]]
-    stale = h["unnamed"] and not info["attached"]
+    state = ("being destroyed" if handle.destroyed else "stale unnamed" if h["unnamed"] and not info["attached"] else
+             "ok" if ready else "no schema yet")
     info.update(
-        state="being destroyed" if handle.destroyed else "stale unnamed" if stale else "ok" if ready else "no schema yet",
-        unnamed=h["unnamed"], capacity=h["capacity"], size=counters["size"], row_bytes=h["row_bytes"] if ready else None,
+        state=state, unnamed=h["unnamed"], capacity=h["capacity"], row_bytes=h["row_bytes"] if ready else None,
         processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
-        collectors_alive=sum(c["state"] == "alive" for c in collectors), rows_total=counters["rows_total"],
-        write_count=counters["write_count"], created=h["created"], age_seconds=max(0.0, now - h["created"]))
+        collectors_alive=sum(c["state"] == "alive" for c in collectors),
+        **{k: counters[k] for k in ("size", "rows_total", "write_count")},
+        created=h["created"], age_seconds=max(0.0, now - h["created"]))
     if not whole:
         return
     for entry in [*members, *collectors]:
@@ -127,14 +129,16 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
     sampler, arguments = face.get("sampler") or (None, {})
     size, end = counters["size"], counters["end_id"]
     rows_bytes = h["capacity"] * h["row_bytes"]
-    writer = next((m for m in [*alive, *members, *collectors] if m["pid"] == counters["writer_pid"]), {})
+    known = (m for m in [*alive, *members, *collectors] if m["pid"] == counters["writer_pid"])
+    writer: Info = next(known, {"command": None, "process_state": None})
     info.update(
         instance_id=f"{h['instance_id']:016x}", creator_pid=h["creator_pid"],
         schema=schema and {
             "payload_bytes": schema.payload_bytes, "row_bytes": schema.row_bytes,
             "columns": [{"key": list(c.key), "dtype": c.dtype, "shape": list(c.shape), "bytes": c.nbytes,
                          "offset": c.offset} for c in schema.columns]},
-        window={"first_id": counters["first_id"] if size else None, "last_id": end - 1 if size else None, "end_id": end},
+        window={"first_id": counters["first_id"] if size else None, "last_id": end - 1 if size else None,
+                "end_id": end},
         settings={**{k: config.get(k) for k in ("full", "timeout", "drain")},
                   **{k: face.get(k) or None for k in ("class", "batch_size", "priority_key", "pin_memory")},
                   "sampler": sampler, "sampler_arguments": arguments, "ring_bytes": h["ring_bytes"] or None,
@@ -146,10 +150,10 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
                  "rings_bytes": h["file_bytes"] - h["rings_offset"],  # a ring gets memory when a collector claims it
                  "rings_allocated_bytes": max(0, info["allocated_bytes"] - h["rings_offset"]),
                  "rings_in_use": len(collectors)},
-        writer={"pid": counters["writer_pid"] or None, "command": writer.get("command"),
-                "process_state": writer.get("process_state"), "active": counters["writer_active"],
+        writer={"pid": counters["writer_pid"] or None, "active": counters["writer_active"],
                 "age_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
-                "transactions": counters["transactions"], "takeovers": counters["takeovers"]},
+                **{k: counters[k] for k in ("transactions", "takeovers")},
+                **{k: writer[k] for k in ("command", "process_state")}},
         members=sorted(members, key=lambda m: (not m["alive"], m["since"])), collectors=collectors, counters=counters)
 
 
@@ -176,18 +180,15 @@ def printable(text: Any) -> str:
 def nbytes(n: float | None) -> str:
     if n is None or n < 1024:
         return "-" if n is None else f"{n} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        n /= 1024
-        if n < 1024:
-            break
-    return f"{n:.1f} {unit}"
+    power = min(4, (int(n).bit_length() - 1) // 10)
+    return f"{n / 1024**power:.1f} {' KMGT'[power]}iB"
 
 
 def seconds(s: float | None) -> str:
     if s is None or s < 10:
         return "-" if s is None else f"{s:.1f} s"
-    unit, size = next((u for limit, *u in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)) if s < limit), ("d", 86_400))
-    return f"{s / size:.0f} {unit}"
+    return f"{s:.0f} s" if s < 120 else f"{s / 60:.0f} min" if s < 7200 else (
+        f"{s / 3600:.0f} h" if s < 172_800 else f"{s / 86_400:.0f} d")
 
 
 def count(n: int | None, what: str = "") -> str:
@@ -264,15 +265,14 @@ def list_command(args: argparse.Namespace) -> int:
     elif not found:
         print(f"no buffers of {'any user' if args.all_users else f'uid {args.owner}'} in {segment.SHM_DIR}")
     else:
-        t = table(*["uid>"] * args.all_users, "name", "rows>", "capacity>", "bytes/row>", "segment>", "memory>", "attached>",
-                  "collectors>", "written>", "age>", "state")
+        t = table(*["uid>"] * args.all_users, "name", "rows>", "capacity>", "bytes/row>", "segment>", "memory>",
+                  "attached>", "collectors>", "written>", "age>", "state")
         for i in found:
-            t.add_row(*[str(i["owner"])] * args.all_users, printable(i["name"]), count(i["size"]), count(i["capacity"]),
-                      count(i["row_bytes"]), nbytes(i["file_bytes"]), nbytes(i["allocated_bytes"]),
-                      count(i["processes_alive"]), count(i["collectors_alive"]), count(i["rows_total"]),
-                      seconds(i["age_seconds"]), styled(i["state"]))
-        reasons = [styled(f"{i['name']}: {i['reason']}") for i in found if i["reason"]]
-        print_rich(t, *[""] * bool(reasons), *reasons)
+            rows, numbers = ([count(i[k]) for k in keys] for keys in (
+                ("size", "capacity", "row_bytes"), ("processes_alive", "collectors_alive", "rows_total")))
+            t.add_row(*[str(i["owner"])] * args.all_users, printable(i["name"]), *rows, nbytes(i["file_bytes"]),
+                      nbytes(i["allocated_bytes"]), *numbers, seconds(i["age_seconds"]), styled(i["state"]))
+        print_rich(t, *(styled(f"{i['name']}: {i['reason']}") for i in found if i["reason"]))
     return 0
 
 
@@ -281,17 +281,13 @@ def show_command(args: argparse.Namespace) -> int:
     segment.check_name(args.name)
     info = look(args.name, args.owner, whole=True)
     if "settings" not in info:  # only its outside is known
-        hint = _force_hint(args.name) if info["state"] == "damaged" else ""
-        raise BufferFormatError(f"{info['path']} is {info['state']}: {info['reason']}{hint}")
+        text = f"{info['path']} is {info['state']}: {info['reason']}"
+        raise BufferFormatError(FORCE % (text, args.name) if info["state"] == "damaged" else text)
     if args.json:
         print_json(info)
     else:
         print_rich(_heading(info), *_tables(info))
     return 0
-
-
-def _force_hint(name: str) -> str:
-    return f". `shminfo rm --force {name}` removes it"
 
 
 def _heading(info: Info) -> Any:
@@ -305,38 +301,36 @@ def _heading(info: Info) -> Any:
         grid.add_row(label, printable(", ".join(str(p) for p in parts if p)))
 
     grid.add_row(info["name"], styled(info["state"]))
-    line("rows", f"{size:,} of {capacity:,} ({size / capacity:.1%})",
-         size and f"row ids {info['window']['first_id']:,} to {info['window']['last_id']:,}")
+    first, last, _ = info["window"].values()
+    line("rows", f"{size:,} of {capacity:,} ({size / capacity:.1%})", size and f"row ids {first:,} to {last:,}")
     line("written", count(c["rows_total"], "row"),
          c["write_count"] != c["rows_total"] and f"{c['write_count']:,} since the buffer was emptied",
-         *(f"{c[k]:,} {what}" for k, what in (("dropped_rows", "dropped as newest"), ("skipped_rows", "dropped as oldest"),
-                                              ("refused_rows", "refused")) if c[k]),
+         *(f"{c[f'{k}_rows']:,} {k}" for k in ("skipped", "dropped", "refused") if c[f"{k}_rows"]),
          c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
          c["malformed_records"] and count(c["malformed_records"], "malformed record"))
-    line("segment", info["path"], f"{nbytes(seg['file_bytes'])}, of which {nbytes(seg['allocated_bytes'])} have memory")
+    line("segment", info["path"], nbytes(seg["file_bytes"]), f"of which {nbytes(seg['allocated_bytes'])} have memory")
     if schema := info["schema"]:
         padding = schema["row_bytes"] - schema["payload_bytes"]
         line("", f"rows {nbytes(seg['rows_bytes'])} ({schema['row_bytes']:,} bytes per row: {schema['payload_bytes']:,} "
                  f"payload, {padding} padding)")
         line("", f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
                  f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)")
-        line("", f"configuration {nbytes(seg['configuration_bytes'])}", f"schema {nbytes(seg['schema_bytes'])}")
+        line("", f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}")
     line("owner", f"uid {info['owner']}", f"mode {info['mode']}",
          f"created {seconds(info['age_seconds'])} ago by pid {info['creator_pid']}",
          info["unnamed"] and "unnamed: goes with its creator")
     patience = "for ever" if s["timeout"] is None else f"{s['timeout']} s"
-    line("settings", f"full: {s['full']}" + (f" (waits {patience})" if s["full"] == "block" else ""), f"drain: {s['drain']}",
-         f"at most {count(s['max_collectors'], 'collector')}")
+    line("settings", f"full: {s['full']}" + (f" (waits {patience})" if s["full"] == "block" else ""),
+         f"drain: {s['drain']}", f"at most {count(s['max_collectors'], 'collector')}")
     if s["class"]:
         arguments = ", ".join(f"{k}={v!r}" for k, v in s["sampler_arguments"].items())
         line("class", s["class"], f"batch size {s['batch_size'] or 'not set'}", f"sampler {s['sampler']}({arguments})",
-             s["priority_key"] and f"priority key {show_key(tuple(s['priority_key']))}", s["pin_memory"] and "pin_memory")
-    if w["pid"] is None:
-        line("writer", "nobody yet")
-    else:
-        line("writer", f"pid {w['pid']} {w['command'] or ''}".strip(), "active" if w["active"] else "idle (gave the role back)",
-             w["process_state"] in ("T", "t") and "stopped (SIGSTOP)", f"last at it {seconds(w['age_seconds'])} ago",
-             count(w["transactions"], "transaction"), count(w["takeovers"], "takeover"))
+             s["priority_key"] and f"priority key {show_key(tuple(s['priority_key']))}",
+             s["pin_memory"] and "pin_memory")
+    line("writer", *["nobody yet"] if w["pid"] is None else [
+        f"pid {w['pid']} {w['command'] or ''}".strip(), "active" if w["active"] else "idle (gave the role back)",
+        w["process_state"] in ("T", "t") and "stopped (SIGSTOP)", f"last at it {seconds(w['age_seconds'])} ago",
+        count(w["transactions"], "transaction"), count(w["takeovers"], "takeover")])
     return grid
 
 
@@ -344,35 +338,35 @@ def _tables(info: Info) -> Iterator[Any]:
     members, collectors, schema = info["members"], info["collectors"], info["schema"]
     yield ""
     if schema:
-        t = table("key", "dtype", "shape", "bytes>", "offset>", title=f"schema: {count(len(schema['columns']), 'column')}")
-        for c in schema["columns"]:
+        columns = schema["columns"]
+        t = table("key", "dtype", "shape", "bytes>", "offset>", title=f"schema: {count(len(columns), 'column')}")
+        for c in columns:
             t.add_row(show_key(tuple(c["key"])), c["dtype"], str(c["shape"]), count(c["bytes"]), count(c["offset"]))
         yield from (t, "")
     else:
-        yield from ("no schema yet: the first put of any process decides it", "")
+        yield "no schema yet: the first put of any process decides it\n"
     alive = [m for m in members if m["alive"]]
     dead = members[len(alive):][::-1]  # the latest first
     if members:
-        t = table("pid>", "command", "roles", "slot>", "since>", "state", title=f"attached: {info['processes_alive']} alive")
+        title = f"attached: {info['processes_alive']} alive"
+        t = table("pid>", "command", "roles", "slot>", "since>", "state", title=title)
         for m in alive + dead[:DEAD_SHOWN]:
             t.add_row(str(m["pid"]), printable(m["command"]), ", ".join(m["roles"]) or "-", count(m["slot"]),
                       f"{seconds(m['age_seconds'])} ago", living("alive" if m["alive"] else "dead", m["process_state"]))
         yield from (t, *[f"and {len(dead) - DEAD_SHOWN} more dead"] * (len(dead) > DEAD_SHOWN), "")
     if not alive:
-        yield from ("attached read-only (such handles are not listed)" if info["attached"] else "nobody is attached", "")
+        yield "attached read-only (such handles are not listed)\n" if info["attached"] else "nobody is attached\n"
     if collectors:
         from rich.bar import Bar
 
-        t = table("slot>", "pid>", "state", "ring", "fill>", "bytes>", "put>", "stored>", "skipped>", "dropped>", "refused>",
-                  "blocked>", title=f"collectors: {info['collectors_alive']} alive; rows of each")
+        t = table("slot>", "pid>", "state", "ring", "fill>", "bytes>", "rows put>", "stored>", "skipped>", "dropped>",
+                  "refused>", "blocked>", title=f"collectors: {info['collectors_alive']} alive")
         for c in collectors:
             t.add_row(str(c["slot"]), str(c["pid"]), living(c["state"], c["process_state"]),
                       Bar(1.0, 0, c["ring_fill"], width=10), f"{c['ring_fill']:.0%}", count(c["ring_used"]),
                       *(count(c[f"{k}_rows"]) for k in ("put", "stored", "skipped", "dropped", "refused")),
                       seconds(c["blocked_seconds"]))
         yield t
-    else:
-        yield "no collectors"
 
 
 def rm_command(args: argparse.Namespace) -> int:
@@ -386,31 +380,16 @@ def rm_command(args: argparse.Namespace) -> int:
             error = _not_found(name, args.owner)
         except BufferFormatError as e:
             path = segment.path_of(name, args.owner)
-            error = f"{e}{_force_hint(name) if os.path.isfile(path) and not os.path.islink(path) else f'. Remove it yourself: rm {path}'}"
+            regular = os.path.isfile(path) and not os.path.islink(path)
+            error = FORCE % (e, name) if regular else f"{e}. Remove it yourself: rm {path}"
         except ERRORS as e:
             error = str(e)
         results.append({"name": name, "owner": args.owner, "removed": error is None, "error": error})
-        if error is not None:
-            complain(error)
-        elif not args.json:
-            print(f"removed {name}")
+        if error is not None or not args.json:
+            print(printable(f"shminfo: {error}") if error else f"removed {name}", file=sys.stderr if error else None)
     if args.json:
         print_json(results)
     return int(any(r["error"] for r in results))
-
-
-def complain(what: Any) -> None:
-    print(printable(f"shminfo: {what}"), file=sys.stderr)
-
-
-def user(text: str) -> int:
-    """A uid, or the uid of a user name."""
-    import pwd
-
-    try:
-        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"no user {text!r}") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -418,7 +397,7 @@ def parser() -> argparse.ArgumentParser:
 
     def options(p: argparse.ArgumentParser, **default: Any) -> None:
         p.add_argument("--json", action="store_true", help="for programs: complete, numbers as numbers", **default)
-        p.add_argument("--owner", type=user, metavar="UID", help="another user's buffers (number or name)", **default)
+        p.add_argument("--owner", type=int, metavar="UID", help="another user's buffers", **default)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         p = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -430,16 +409,16 @@ def parser() -> argparse.ArgumentParser:
                                   description="Look at shmbuf's buffers without disturbing them, and remove them.")
     top.add_argument("--version", action="version", version=f"shminfo {__version__}")
     options(top)
-    everybody = {"action": "store_true", "help": "everybody's buffers"}
-    top.add_argument("--all-users", **everybody)
+    top.add_argument("--all-users", action="store_true", help="everybody's buffers")
     top.set_defaults(run=list_command)
     commands = top.add_subparsers(title="commands", metavar="{list,show,rm}")
-    listing = command("list", list_command, "list buffers (also what no command does)")
-    listing.add_argument("--all-users", default=argparse.SUPPRESS, **everybody)
+    command("list", list_command, "list buffers (also what no command does)").add_argument(
+        "--all-users", action="store_true", default=argparse.SUPPRESS, help="everybody's buffers")
     command("show", show_command, "show everything about one buffer").add_argument("name")
     rm = command("rm", rm_command, "destroy buffers that nobody is attached to")
     rm.add_argument("names", metavar="name", nargs="+")
-    rm.add_argument("--force", action="store_true", help="also if somebody is attached (who gets StorageLost) or it is damaged")
+    rm.add_argument("--force", action="store_true",
+                    help="also if somebody is attached (who gets StorageLost) or it is damaged")
     return top
 
 
@@ -464,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except ERRORS as e:
-        complain(e)
+        print(printable(f"shminfo: {e}"), file=sys.stderr)
         return 1
 
 

@@ -16,7 +16,7 @@ namespace shmbuf {
 
 enum class Full : u32 { block = 0, error = 1, drop_newest = 2, drop_oldest = 3 };
 enum class Status : int {
-  ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly
+  ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly, would_wait
 };
 struct Gone { Status why; };  // thrown by Use
 
@@ -76,18 +76,25 @@ class Handle {
   void add_role(u32 role) {
     if (member_ >= 0) std::atomic_ref<u32>(s_.member(u32(member_)).roles).fetch_or(role, relaxed);
   }
-  // Every operation runs under a Use, so that close() never unmaps below one.
+  // Every operation runs under a Use, so that close() never unmaps below one. The last Use of a closed handle takes it down:
+  // a signal handler may close the handle whose wait it interrupts.
   struct Use {
     Handle &h;
-    explicit Use(Handle &handle) : h(handle) {
+    Use *outer;
+    static Use *&innermost() { static thread_local Use *u = nullptr; return u; }
+    explicit Use(Handle &handle) : h(handle), outer(innermost()) {
       h.uses_.fetch_add(1, seq_cst);
       Status why = h.forked_ ? Status::forked : h.closed() ? Status::closed : Status::ok;
       if (why != Status::ok) {
-        h.uses_.fetch_sub(1, release);
+        h.leave();
         throw Gone{why};
       }
+      innermost() = this;
     }
-    ~Use() { h.uses_.fetch_sub(1, release); }
+    ~Use() {
+      innermost() = outer;
+      h.leave();
+    }
   };
 
   // ---- schema ----
@@ -122,8 +129,10 @@ class Handle {
 
   // ---- putting ----
   // check() is called between slices of a wait, with nothing locked; false abandons the wait.
+  // may_wait false: would_wait, with nothing done, where the first record finds no room.
   template <class Check>
-  Status put(const Column *columns, u32 n_columns, u64 n_rows, Full full, u64 deadline, bool wake, std::shared_ptr<TicketState> &ticket, Check check) {
+  Status put(const Column *columns, u32 n_columns, u64 n_rows, Full full, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket,
+             Check check) {
     Putting mine(*this);
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
@@ -132,12 +141,14 @@ class Handle {
     for (u64 from = 0; from < n_rows;) {
       u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes);
       if (destroyed()) return Status::destroyed;
-      if (!producer_.has_room(need))
+      if (!producer_.has_room(need)) {
+        if (!may_wait && !from) return Status::would_wait;
         if (Status s = make_room(need, full, deadline, check); s != Status::ok) {
           if (s == Status::dropped) bump(producer_.slot().dropped_rows, n_rows - from);
           if (s == Status::full) bump(producer_.slot().refused_rows, n_rows - from);
           return s;
         }
+      }
       harvest(need);
       u64 at = producer_.tail(), end = producer_.publish_rows(columns, n_columns, from, n);
       remember(ticket, {at, end, n, kPending});
@@ -176,6 +187,13 @@ class Handle {
       fence(seq_cst);  // pairs with publish() in transaction.h
       if (!met()) futex_wait(slot.wait, 1, deadline);
     }
+  }
+  // Without sleeping: look, help once, look.
+  bool try_wait(TicketState &t) {
+    if (resolve(t)) return true;
+    const Slot &slot = s_.slot(u32(slot_));
+    role_.help([&] { return load(slot.head_pub, acquire) >= t.pieces.back().end; });
+    return resolve(t);
   }
   bool resolve(TicketState &t) {
     std::lock_guard<std::mutex> guard(tickets_mutex_);
@@ -255,21 +273,11 @@ class Handle {
   bool has_thread() const { return thread_running_; }
 
   void close() {
-    if (closed_.exchange(true, seq_cst)) return;
-    if (!forked_) {
-      stop_thread();
-      while (uses_.load(seq_cst)) usleep(200);  // waits look at closed_ every slice
-      if (!readonly_ && built_.load(acquire)) {
-        role_.help([] { return false; });  // leave nothing behind that nobody may come for
-        FAILPOINT(close_drained);
-        settle_tickets();
-        std::lock_guard<std::mutex> guard(mutex_);
-        if (slot_ >= 0) Registry(s_, lock_fd_).close_slot(u32(slot_));
-      }
-      if (!readonly_) Registry(s_, lock_fd_).release_member(member_);
-    }
-    close_fds();
-    unmap();
+    if (!closed_.exchange(true, seq_cst) && !forked_) stop_thread();
+    if (!uses_.load(seq_cst)) return take_down();
+    for (Use *u = Use::innermost(); u; u = u->outer)
+      if (&u->h == this) return;  // called from inside one of our waits: its end takes the handle down
+    while (!down_.load(acquire)) usleep(200);  // waits look at closed_ every slice
   }
   // The loop of `python -m shmbuf.drain`; returns when the buffer is destroyed, check() says no, or (alone) nobody is attached.
   template <class Check> void drain_until(bool leave_when_alone, Check check) {
@@ -313,6 +321,25 @@ class Handle {
     if (member_ >= 0) store(s_.member(u32(member_)).slot_plus_1, index + 1, relaxed);
     add_role(kCollector);
     return Status::ok;
+  }
+  void leave() {
+    if (uses_.fetch_sub(1, seq_cst) == 1 && closed()) take_down();
+  }
+  void take_down() {
+    if (taking_down_.exchange(true, seq_cst)) return;
+    if (!forked_) {
+      if (!readonly_ && built_.load(acquire)) {
+        role_.help([] { return false; });  // leave nothing behind that nobody may come for
+        FAILPOINT(close_drained);
+        settle_tickets();
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (slot_ >= 0) Registry(s_, lock_fd_).close_slot(u32(slot_));
+      }
+      if (!readonly_) Registry(s_, lock_fd_).release_member(member_);
+    }
+    close_fds();
+    unmap();
+    down_.store(true, release);
   }
   template <class Check> Status abandoned(u64 deadline, Check check) {
     if (closed()) return Status::closed;
@@ -393,7 +420,7 @@ class Handle {
       idle = out == WriterRole::Outcome::worked ? 0 : idle + 1;
       if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep();
       // While rows keep coming, nap unarmed: producers then pay no wake-up, and one turn moves many records.
-      if (idle < 8) return h.nap(50'000);
+      if (idle < 8) return h.nap(100'000);
       store(c.writer_wait, 1u, relaxed);
       fence(seq_cst);  // pairs with put(): publish; fence; wake_if_armed
       if (out == WriterRole::Outcome::busy || !Writer::runnable(h.s_)) futex_wait(c.writer_wait, 1);
@@ -477,7 +504,7 @@ class Handle {
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
   bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
-  std::atomic<bool> built_{false}, closed_{false}, putting_{false};
+  std::atomic<bool> built_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};
   std::atomic<u32> uses_{0};
   u32 stop_ = 0;
   pthread_t thread_{};

@@ -112,6 +112,7 @@ struct Ticket {
   int wait(double timeout) {
     if (!state || state->pieces.empty() || state->resolved) return 0;
     Handle::Use use(*handle);
+    if (rows() * handle->segment().row_bytes <= kHoldGil && handle->try_wait(*state)) return 0;
     u64 deadline = deadline_in(timeout);
     Status s;
     {
@@ -145,10 +146,12 @@ using H = std::shared_ptr<Handle>;
 
 Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake) {
   Ticket t{h, nullptr, Status::ok};
-  u64 deadline = deadline_in(timeout);
-  {
+  // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
+  auto put = [&](bool may_wait) { return h->put(columns.data(), u32(columns.size()), n, Full(full), deadline_in(timeout), wake, may_wait, t.state, no_signal); };
+  t.status = n * h->segment().row_bytes <= kHoldGil ? put(false) : Status::would_wait;
+  if (t.status == Status::would_wait) {
     nb::gil_scoped_release r;
-    t.status = h->put(columns.data(), u32(columns.size()), n, Full(full), deadline, wake, t.state, no_signal);
+    t.status = put(true);
   }
   if (t.status == Status::interrupted) {
     if (t.rows() == 0) throw nb::python_error();
@@ -378,7 +381,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
     }
   });
   const char *statuses[] = {"ok", "full", "dropped", "closed", "destroyed", "forked", "concurrent", "none_free", "no_memory",
-                            "interrupted", "not_ready", "timeout", "empty", "lapped", "readonly"};
+                            "interrupted", "not_ready", "timeout", "empty", "lapped", "readonly", "would_wait"};
   nb::list status_list;
   for (auto *s : statuses) status_list.append(s);
   m.attr("STATUSES") = nb::tuple(status_list);

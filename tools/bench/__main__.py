@@ -31,6 +31,7 @@ def main() -> int:
 
     # Piped into a file, the table may be as wide as it needs.
     console, results = Console(width=None if sys.stdout.isatty() else 180), Results()
+    others = machine.Others()
     for number in range(args.passes):
         for index, case in enumerate(cases, 1):
             start = time.monotonic()
@@ -45,6 +46,7 @@ def main() -> int:
     about = machine.describe()
     copied = max(results.values.get("memcpy", [0]))
     about["memcpy"] = f"{copied / 1e9:.1f} GB/s"
+    about["others"] = f"{others.share():.0%}"
     table, notes = lines(results, settings), report.Footnotes(results.errors)
     cells = report.rows(table, notes)
     report.show(console, about, cells, notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import sys
 import time
 from importlib import metadata
@@ -49,6 +50,24 @@ def process_memory() -> float:
     status = Path("/proc/self/status").read_text()
     kib = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("RssAnon", "RssFile"))
     return sum(kib) * 1024 / 1e6
+
+
+class Others:
+    """What processes that are not ours take of the cores meanwhile: on a busy machine no figure means much."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]  # without idle and iowait; with what the host stole
+        own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return busy / os.sysconf("SC_CLK_TCK"), own, time.monotonic()
+
+    def share(self) -> float:
+        busy, own, seconds = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        return max(0.0, busy - own) / (seconds * (os.cpu_count() or 1))
 
 
 def describe() -> dict[str, str]:

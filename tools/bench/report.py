@@ -118,6 +118,7 @@ def as_json(machine: dict, settings: Settings, results: Results, lines: list[Lin
 def _machine(machine: dict) -> str:
     return (
         f"{machine['CPU']}, {machine['cores']} cores, {machine['memory']}, Linux {machine['kernel']}, "
-        f"Python {machine['Python']}, memcpy {machine['memcpy']}; {machine['versions']}; "
+        f"Python {machine['Python']}, memcpy {machine['memcpy']}, "
+        f"{machine['others']} of the cores taken by others; {machine['versions']}; "
         f"{date.today().isoformat()}"
     )
