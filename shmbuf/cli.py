@@ -113,11 +113,10 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
     state = ("being destroyed" if handle.destroyed else "stale unnamed" if h["unnamed"] and not info["attached"] else
              "ok" if ready else "no schema yet")
     info.update(
-        state=state, unnamed=h["unnamed"], capacity=h["capacity"], row_bytes=h["row_bytes"] if ready else None,
+        state=state, row_bytes=h["row_bytes"] if ready else None, **{k: h[k] for k in ("unnamed", "capacity", "created")},
+        **{k: counters[k] for k in ("size", "rows_total", "write_count")}, age_seconds=max(0.0, now - h["created"]),
         processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
-        collectors_alive=sum(c["state"] == "alive" for c in collectors),
-        **{k: counters[k] for k in ("size", "rows_total", "write_count")},
-        created=h["created"], age_seconds=max(0.0, now - h["created"]))
+        collectors_alive=sum(c["state"] == "alive" for c in collectors))
     if not whole:
         return
     for entry in [*members, *collectors]:
@@ -152,7 +151,7 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
                  "rings_in_use": len(collectors)},
         writer={"pid": counters["writer_pid"] or None, "active": counters["writer_active"],
                 "age_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
-                **{k: counters[k] for k in ("transactions", "takeovers")},
+                "transactions": counters["transactions"], "takeovers": counters["takeovers"],
                 **{k: writer[k] for k in ("command", "process_state")}},
         members=sorted(members, key=lambda m: (not m["alive"], m["since"])), collectors=collectors, counters=counters)
 
@@ -174,7 +173,7 @@ def _process_state(entry: Info) -> str | None:
 
 def printable(text: Any) -> str:
     """Names, commands and settings are anybody's bytes: none of them gets to command the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def nbytes(n: float | None) -> str:
@@ -203,7 +202,7 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, bytes):
         return value.hex()
-    known = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    known = value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
     return value if known else str(value)
 
 
@@ -258,7 +257,7 @@ def list_command(args: argparse.Namespace) -> int:
     """`shminfo list`: one line per buffer."""
     found = []
     for owner, name in buffers(None if args.all_users else args.owner):
-        with contextlib.suppress(BufferNotFound):  # destroyed while we looked
+        with contextlib.nullcontext():  # destroyed while we looked
             found.append(look(name, owner))
     if args.json:
         print_json(found)
@@ -310,9 +309,8 @@ def _heading(info: Info) -> Any:
          c["malformed_records"] and count(c["malformed_records"], "malformed record"))
     line("segment", info["path"], nbytes(seg["file_bytes"]), f"of which {nbytes(seg['allocated_bytes'])} have memory")
     if schema := info["schema"]:
-        padding = schema["row_bytes"] - schema["payload_bytes"]
-        line("", f"rows {nbytes(seg['rows_bytes'])} ({schema['row_bytes']:,} bytes per row: {schema['payload_bytes']:,} "
-                 f"payload, {padding} padding)")
+        each, used = schema["row_bytes"], schema["payload_bytes"]
+        line("", f"rows {nbytes(seg['rows_bytes'])} (each {each:,} bytes: {used:,} payload, {each - used} padding)")
         line("", f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
                  f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)")
         line("", f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}")

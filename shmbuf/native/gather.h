@@ -5,6 +5,10 @@
 //   G2  copy; fence(acquire); reserve.load: id + N < reserve → rejected   [pairs with T1's store and fence; models/reserve.c]
 #pragma once
 #include "layout.h"
+#include <algorithm>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 namespace shmbuf {
 
@@ -117,5 +121,38 @@ class Gather {
   const OutColumn *columns_;
   u32 n_columns_;
 };
+
+// A draw of many bytes is cut into parts of fixed size, each with its own random numbers, so that the same seed gives the same
+// rows however many threads copy. One core does not use all of the memory's bandwidth: two do.
+inline u64 draw_in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, u64 n, u64 seed, u64 *ids, bool &lapped) {
+  constexpr u64 kPartBytes = 1 << 20, kMaxThreads = 4;
+  const u64 part_rows = std::max<u64>(1, kPartBytes / s.row_bytes), parts = (n + part_rows - 1) / part_rows;
+  u64 next = 0, filled = 0;
+  u32 any_lapped = 0;
+  auto work = [&] {
+    std::vector<OutColumn> mine(columns, columns + n_columns);
+    for (u64 p; (p = fetch_add<u64>(next, 1, relaxed)) < parts;) {
+      u64 from = p * part_rows, k = std::min(part_rows, n - from);
+      for (u32 c = 0; c < n_columns; ++c) mine[c].data = columns[c].data + from * columns[c].bytes;
+      Rng rng{mix64(seed ^ mix64(p))};
+      bool was_lapped;
+      fetch_add(filled, Gather(s, mine.data(), n_columns).draw(k, rng, ids + from, was_lapped), relaxed);
+      if (was_lapped) store(any_lapped, 1u, relaxed);
+    }
+  };
+  u64 threads = parts < 4 ? 1 : std::min({parts, kMaxThreads, u64(std::max(1u, std::thread::hardware_concurrency()))});
+  std::vector<std::thread> others;
+  if (threads > 1) {
+    SignalsBlocked blocked;
+    try {
+      for (u64 t = 1; t < threads; ++t) others.emplace_back(work);
+    } catch (const std::system_error &) {  // no more threads to be had: this one does it
+    }
+  }
+  work();
+  for (auto &t : others) t.join();
+  lapped = any_lapped;
+  return filled;
+}
 
 }  // namespace shmbuf

@@ -231,11 +231,9 @@ class Handle {
   template <class Check>
   Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, Check check) {
     if (!ready()) return Status::empty;
-    Gather gather(s_, columns, n_columns);
     for (;;) {
-      Rng rng{mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed)))};
       bool lapped;
-      if (gather.draw(n, rng, ids, lapped) == n) return Status::ok;
+      if (draw_in_parts(s_, columns, n_columns, n, mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))), ids, lapped) == n) return Status::ok;
       if (lapped) return Status::lapped;
       // Nothing can be read: empty, or one transaction is overwriting all there is. Help, then tell the two apart.
       if (!readonly_) role_.help([&] { Window w = window(s_); return w.lo < w.hi; });
@@ -263,11 +261,8 @@ class Handle {
     if (thread_running_ || readonly_ || closed()) return;
     standby_ = standby;
     store(stop_, 0u, release);
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);  // signals are the interpreter's
+    SignalsBlocked blocked;
     thread_running_ = pthread_create(&thread_, nullptr, [](void *h) -> void * { static_cast<Handle *>(h)->thread_main(); return nullptr; }, this) == 0;
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
     if (thread_running_) add_role(standby ? kStandby : kDrainer);
   }
   bool has_thread() const { return thread_running_; }

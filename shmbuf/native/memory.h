@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <linux/futex.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -107,6 +108,16 @@ inline void futex_wait(u32 &word, u32 expected, u64 deadline = kForever, u64 sli
   syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, expected, &t, nullptr, FUTEX_BITSET_MATCH_ANY);
 }
 inline void futex_wake_all(u32 &word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+struct SignalsBlocked {  // around the start of a thread: it inherits the mask, so signals stay the interpreter's
+  sigset_t old;
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &old, nullptr); }
+};
+
 // The waker's half of "store the condition; fence(seq_cst); wake if armed". Bits, not counts: a killed sleeper leaves a bit
 // that costs one spurious wake. Pairs with arm → fence(seq_cst) → look again in every sleeper (tests/models/sleep.c).
 inline void wake_if_armed(u32 &word) {
