@@ -402,13 +402,8 @@ class Buffer:
             if self._batch(leaves) == 0:
                 return self._nothing()
             self._build(Schema.from_leaves(leaves, 1), "the first put")
-        schema = self._schema
-        flat = self._flat(rows, schema)
-        if flat is not None and (n := self._rows_in(flat[0])) is not None:
-            if n == 0:
-                self._convert(rows)
-                return self._nothing()
-            ticket = self.submit(self._columns, flat, n, wake=wake, timeout=timeout, tensors=False)
+        if type(rows) is dict:
+            ticket = self.submit(self._columns, rows, -2, wake=wake, timeout=timeout, tensors=False)
             if ticket is not None:
                 return ticket
         converted, n = self._convert(rows)
@@ -417,31 +412,6 @@ class Buffer:
         ticket = self.submit(self._columns, converted, n, wake=wake, timeout=timeout, tensors=False)
         assert ticket is not None, "converted rows fit"
         return ticket
-
-    @staticmethod
-    def _flat(rows: Mapping, schema: Schema) -> list | None:
-        """The leaves in column order if ``rows`` is nested dicts of exactly the schema's keys; None: look closer."""
-        try:
-            for path, count in schema.nodes.items():
-                node = rows
-                for part in path:
-                    node = node[part]
-                if type(node) is not dict or len(node) != count:
-                    return None
-            leaves = []
-            for key in schema.keys:
-                leaf = rows
-                for part in key:
-                    leaf = leaf[part]
-                leaves.append(leaf)
-            return leaves
-        except (KeyError, TypeError, IndexError):
-            return None
-
-    @staticmethod
-    def _rows_in(leaf: Any) -> int | None:
-        shape = getattr(leaf, "shape", None)
-        return shape[0] if shape else None
 
     @staticmethod
     def _as_array(key: Key, leaf: Any) -> np.ndarray:
@@ -493,19 +463,18 @@ class Buffer:
     def _nothing(self) -> Ticket:
         return Ticket(_Nothing, 0, self.capacity, _same_ids)
 
-    def submit(self, columns: Any, leaves: list, n: int, *, wake: bool, timeout: float | None, tensors: bool,
+    def submit(self, columns: Any, rows: Any, n: int, *, wake: bool, timeout: float | None, tensors: bool,
                convert: Callable[[np.ndarray, int], Any] = _same_ids) -> Ticket | None:
-        """For the floors above: put leaves in column order. n < 0: one row without a batch dimension. None: a leaf needs
-        conversion first."""
+        """For the floors above: put rows, as leaves in column order (a list), or nested as the schema.
+
+        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. None: they need conversion first.
+        """
         seconds = self._seconds if timeout is None else _seconds(timeout)
-        try:
-            t = self._handle.put_leaves(columns, leaves, n, self._full_code, seconds, wake, tensors)
-        except native.Gone as e:
-            self._recover(e)
-            t = self._handle.put_leaves(columns, leaves, n, self._full_code, seconds, wake, tensors)
+        method = "put_leaves" if type(rows) is list else "put_tree"
+        t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
-        ticket = Ticket(t, n if n >= 0 else 1, self._header["capacity"], convert)
+        ticket = Ticket(t, n if n >= 0 else t.rows, self._header["capacity"], convert)
         if t.status != _OK:
             self._put_failed(_STATUS[t.status], ticket, seconds)
         return ticket

@@ -113,9 +113,9 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
     state = ("being destroyed" if handle.destroyed else "stale unnamed" if h["unnamed"] and not info["attached"] else
              "ok" if ready else "no schema yet")
     info.update(
-        state=state, row_bytes=h["row_bytes"] if ready else None, **{k: h[k] for k in ("unnamed", "capacity", "created")},
+        **{k: h[k] for k in ("unnamed", "capacity", "created")}, row_bytes=h["row_bytes"] if ready else None,
         **{k: counters[k] for k in ("size", "rows_total", "write_count")}, age_seconds=max(0.0, now - h["created"]),
-        processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
+        state=state, processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
         collectors_alive=sum(c["state"] == "alive" for c in collectors))
     if not whole:
         return
@@ -257,7 +257,7 @@ def list_command(args: argparse.Namespace) -> int:
     """`shminfo list`: one line per buffer."""
     found = []
     for owner, name in buffers(None if args.all_users else args.owner):
-        with contextlib.nullcontext():  # destroyed while we looked
+        with contextlib.suppress(BufferNotFound):  # destroyed while we looked
             found.append(look(name, owner))
     if args.json:
         print_json(found)

@@ -7,6 +7,7 @@ columns are their raw bits (uint16, uint32, uint8).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,8 +217,12 @@ class Schema:
     def native(self, dtypes: Sequence[Any] | None = None) -> Any:
         """The columns for the core; ``dtypes`` are the torch dtypes by column, where tensors will come."""
         out = native.Columns()
+        nodes = {path: i for i, path in enumerate(sorted(self.nodes, key=len))}  # parents first
+        for path in nodes:
+            out.add_node(nodes[path[:-1]] if path else 0, sys.intern(path[-1]) if path else "", self.nodes[path])
         for i, c in enumerate(self.columns):
-            out.add(c.offset, c.nbytes, list(c.shape), DTYPES[c.dtype].formats, dtypes[i] if dtypes else None)
+            out.add(c.offset, c.nbytes, list(c.shape), DTYPES[c.dtype].formats, dtypes[i] if dtypes else None,
+                    nodes[c.key[:-1]], sys.intern(c.key[-1]))
         return out
 
     def differences(self, got: Mapping[Key, tuple[str, tuple[int, ...]]]) -> list[str]:

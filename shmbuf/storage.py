@@ -164,13 +164,10 @@ class ShmStorage:
         if schema is not None and type(td) is TensorDict:
             batch = td.batch_size
             if len(batch) == (0 if single else 1):
-                leaves = self._flat(td, schema)
-                if leaves is not None:
-                    n = -1 if single else batch[0]
-                    ticket = self._buffer.submit(self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True,  # type: ignore[union-attr]
-                                                 convert=_as_indices) if n else None
-                    if ticket is not None:
-                        return ticket
+                ticket = self._buffer.submit(self._columns, td, -1 if single else batch[0], wake=wake, timeout=timeout,  # type: ignore[union-attr]
+                                             tensors=True, convert=_as_indices)
+                if ticket is not None:
+                    return ticket
         leaves, n = self._convert(td, single, priority_key)
         if n == 0:
             ticket = self.buffer._nothing()
@@ -179,27 +176,6 @@ class ShmStorage:
         ticket = self.buffer.submit(self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True, convert=_as_indices)
         assert ticket is not None, "converted rows fit"
         return ticket
-
-    @staticmethod
-    def _flat(td: TensorDict, schema: Schema) -> list[torch.Tensor] | None:
-        """The leaves in column order if td has exactly the schema's keys; None: look closer. Reads the dicts under the
-        TensorDicts, 40 times faster than items(True, True)."""
-        try:
-            for path, count in schema.nodes.items():
-                node = td._tensordict
-                for part in path:
-                    node = node[part]._tensordict
-                if len(node) != count:
-                    return None
-            leaves = []
-            for key in schema.keys:
-                node = td._tensordict
-                for part in key[:-1]:
-                    node = node[part]._tensordict
-                leaves.append(node[key[-1]])
-            return leaves
-        except (KeyError, AttributeError):
-            return None
 
     def _convert(self, td: Any, single: bool, priority_key: Key | None) -> tuple[list[torch.Tensor], int]:
         """Whatever can be taken, plain; else a SchemaError with every difference."""

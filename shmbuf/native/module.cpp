@@ -38,12 +38,23 @@ struct Leaf {
   std::vector<Py_ssize_t> shape;
   std::string formats;         // accepted struct codes, '|' around each ("|f|")
   nb::object dtype;            // torch dtype or None
+  u32 node;                    // where it hangs in the nesting, and by what name
+  nb::object name;
+  bool complex;
+};
+struct Node {
+  u32 parent;                  // node 0 is the root
+  nb::object name;
+  Py_ssize_t entries;
 };
 struct Columns {
   std::vector<Leaf> leaves;
-  void add(u64 offset, u64 bytes, std::vector<Py_ssize_t> shape, std::string formats, nb::object dtype) {
-    leaves.push_back({offset, bytes, std::move(shape), std::move(formats), std::move(dtype)});
+  std::vector<Node> nodes;
+  void add(u64 offset, u64 bytes, std::vector<Py_ssize_t> shape, std::string formats, nb::object dtype, u32 node, nb::object name) {
+    bool is_complex = formats.find('Z') != std::string::npos;
+    leaves.push_back({offset, bytes, std::move(shape), std::move(formats), std::move(dtype), node, std::move(name), is_complex});
   }
+  void add_node(u32 parent, nb::object name, Py_ssize_t entries) { nodes.push_back({parent, std::move(name), entries}); }
 };
 
 // One attribute or no-argument method of a tensor; the names are interned once.
@@ -51,7 +62,7 @@ struct TensorNames {
   PyObject *dtype = PyUnicode_InternFromString("dtype"), *shape = PyUnicode_InternFromString("shape"),
            *is_cpu = PyUnicode_InternFromString("is_cpu"), *data_ptr = PyUnicode_InternFromString("data_ptr"),
            *is_contiguous = PyUnicode_InternFromString("is_contiguous"), *is_neg = PyUnicode_InternFromString("is_neg"),
-           *is_conj = PyUnicode_InternFromString("is_conj");
+           *is_conj = PyUnicode_InternFromString("is_conj"), *tensordict = PyUnicode_InternFromString("_tensordict");
 };
 const TensorNames &names() { static TensorNames n; return n; }
 bool is_true(PyObject *o) {  // takes the reference
@@ -77,7 +88,8 @@ bool tensor_column(PyObject *t, const Leaf &leaf, Py_ssize_t n, int lead, Column
   bool fits = PyTuple_GET_SIZE(shape) == Py_ssize_t(leaf.shape.size()) + lead && (!lead || PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, 0)) == n);
   for (size_t i = 0; fits && i < leaf.shape.size(); ++i) fits = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, Py_ssize_t(i) + lead)) == leaf.shape[i];
   Py_DECREF(shape);
-  if (!fits || !is_true(PyObject_GetAttr(t, k.is_cpu)) || !call_true(t, k.is_contiguous) || call_true(t, k.is_neg) || call_true(t, k.is_conj))
+  if (!fits || !is_true(PyObject_GetAttr(t, k.is_cpu)) || !call_true(t, k.is_contiguous) || call_true(t, k.is_neg) ||
+      (leaf.complex && call_true(t, k.is_conj)))
     return false;
   PyObject *address = PyObject_CallMethodNoArgs(t, k.data_ptr);
   if (!address) return false;
@@ -85,9 +97,15 @@ bool tensor_column(PyObject *t, const Leaf &leaf, Py_ssize_t n, int lead, Column
   Py_DECREF(address);
   return true;
 }
+bool one_of(const std::string &formats, const char *format) {  // "|l|q|" holds "q"
+  size_t n = std::strlen(format);
+  for (size_t at = 0; (at = formats.find(format, at)) != std::string::npos; ++at)
+    if (n && at && formats[at - 1] == '|' && formats[at + n] == '|') return true;
+  return false;
+}
 bool buffer_column(const Py_buffer &b, const Leaf &leaf, Py_ssize_t n, int lead, Column &out) {
   const char *format = b.format ? b.format : "B";
-  if (leaf.formats.find("|" + std::string(format) + "|") == std::string::npos) return false;
+  if (!one_of(leaf.formats, format)) return false;
   if (b.ndim != int(leaf.shape.size()) + lead || (lead && b.shape[0] != n)) return false;
   Py_ssize_t expect = b.itemsize;  // rows may be strided, also backwards; inside a row values lie side by side
   for (int i = b.ndim - 1; i >= lead; --i) {
@@ -159,22 +177,19 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
   }
   return t;
 }
-// None: some leaf needs the slow path.
-std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors) {
-  Handle::Use use(*h);
-  if (leaves.size() != columns.leaves.size()) return std::nullopt;
+// nullopt: some leaf needs the slow path.
+std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *const *leaves, i64 n, u32 full, double timeout, bool wake, bool tensors) {
   int lead = n >= 0;
   std::vector<Column> c(columns.leaves.size());
   Buffers buffers;
   if (!tensors) buffers.held.reserve(c.size());
   for (size_t i = 0; i < c.size(); ++i) {
-    PyObject *leaf = PyList_GET_ITEM(leaves.ptr(), Py_ssize_t(i));
     bool ok;
     if (tensors) {
-      ok = tensor_column(leaf, columns.leaves[i], n, lead, c[i]);
+      ok = tensor_column(leaves[i], columns.leaves[i], n, lead, c[i]);
     } else {
       Py_buffer b;
-      ok = PyObject_GetBuffer(leaf, &b, PyBUF_RECORDS_RO) == 0;
+      ok = PyObject_GetBuffer(leaves[i], &b, PyBUF_RECORDS_RO) == 0;
       if (ok) {
         buffers.held.push_back(b);
         ok = buffer_column(b, columns.leaves[i], n, lead, c[i]);
@@ -186,6 +201,52 @@ std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list le
     }
   }
   return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake);
+}
+std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors) {
+  Handle::Use use(*h);
+  if (leaves.size() != columns.leaves.size()) return std::nullopt;
+  return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors);
+}
+// Rows as nested dicts of exactly the schema's keys; of a TensorDict, the dicts that lie under it (reading them is 40 times as
+// fast as items(True, True)). nullopt: another shape of tree, look closer.
+std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle root, i64 n, u32 full, double timeout, bool wake, bool tensors) {
+  Handle::Use use(*h);
+  std::vector<PyObject *> nodes, leaves;
+  std::vector<nb::object> kept;
+  nodes.reserve(columns.nodes.size()), leaves.reserve(columns.leaves.size()), kept.reserve(columns.nodes.size());
+  for (const Node &node : columns.nodes) {
+    PyObject *o = nodes.empty() ? root.ptr() : PyDict_GetItemWithError(nodes[node.parent], node.name.ptr());
+    if (o && tensors) {
+      kept.push_back(nb::steal(PyObject_GetAttr(o, names().tensordict)));
+      o = kept.back().ptr();
+    }
+    if (!o || !PyDict_CheckExact(o) || PyDict_GET_SIZE(o) != node.entries) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    nodes.push_back(o);
+  }
+  for (const Leaf &leaf : columns.leaves) {
+    PyObject *o = PyDict_GetItemWithError(nodes[leaf.node], leaf.name.ptr());
+    if (!o) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    leaves.push_back(o);
+  }
+  std::vector<nb::object> owned;  // another thread may change the dicts while the GIL is away
+  owned.reserve(leaves.size());
+  for (PyObject *o : leaves) owned.push_back(nb::borrow(o));
+  if (n == -2) {                  // numpy: as many as the first leaf has
+    nb::object shape = nb::steal(PyObject_GetAttrString(leaves[0], "shape"));
+    if (!shape.is_valid() || !PyTuple_Check(shape.ptr()) || !PyTuple_GET_SIZE(shape.ptr())) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    n = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape.ptr(), 0));
+  }
+  if (n == 0) return std::nullopt;
+  return put_objects(h, columns, leaves.data(), n, full, timeout, wake, tensors);
 }
 
 std::vector<OutColumn> out_columns(const Columns &columns, const std::vector<u64> &addresses) {
@@ -403,7 +464,8 @@ NB_MODULE(SHMBUF_MODULE, m) {
 
   nb::class_<Columns>(m, "Columns")
       .def(nb::init<>())
-      .def("add", &Columns::add, "offset"_a, "bytes"_a, "shape"_a, "formats"_a, "dtype"_a.none());
+      .def("add", &Columns::add, "offset"_a, "bytes"_a, "shape"_a, "formats"_a, "dtype"_a.none(), "node"_a = 0, "name"_a = nb::none())
+      .def("add_node", &Columns::add_node, "parent"_a, "name"_a, "entries"_a);
 
   nb::class_<Ticket>(m, "Ticket")
       .def_prop_ro("status", [](const Ticket &t) { return int(t.status); })
@@ -459,6 +521,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
         return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row_bytes, n_columns);
       }, "schema"_a, "row_bytes"_a, "n_columns"_a)
       .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a)
+      .def("put_tree", &put_tree, "columns"_a, "root"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a)
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a)
       .def("draw", &draw, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)

@@ -127,6 +127,14 @@ def test_list_names_a_buffer_without_schema_and_one_that_lost_its_creator(name, 
                 segment.destroy(unnamed)
 
 
+def test_a_buffer_destroyed_while_the_list_is_made_is_left_out(name, shminfo_json, monkeypatch):
+    with Buffer.create(name, 10):
+        listed = list(cli.buffers(os.getuid()))
+    segment.destroy(name)
+    monkeypatch.setattr(cli, "buffers", lambda owner: listed)
+    assert name in [n for _, n in listed] and name not in [i["name"] for i in shminfo_json("--json")]
+
+
 def test_list_of_a_user_without_buffers(shminfo, shminfo_json):
     assert shminfo_json("--json", "--owner", "4000000001") == []
     assert shminfo("--owner", "4000000001")[:2] == (0, "no buffers of uid 4000000001 in /dev/shm\n")

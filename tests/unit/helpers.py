@@ -1,0 +1,75 @@
+"""What the numpy-level tests share. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shmbuf import Buffer, segment
+from shmbuf.schema import flatten
+
+SPEC = {"obs": ("float32", (4,)), "next": {"obs": ("float32", (4,)), "done": "bool"}, "k": "int64"}  # 56 bytes a row
+
+
+def rows(first: int, n: int = 1) -> dict:
+    """n rows of SPEC, numbered from `first`; every value follows from the number."""
+    k = np.arange(first, first + n, dtype=np.int64)
+    obs = (k[:, None] * 8 + np.arange(4)).astype(np.float32)
+    return {"obs": obs, "next": {"obs": obs + 4, "done": k % 3 == 0}, "k": k}
+
+
+def same(got: Mapping, expected: Mapping) -> bool:
+    """Same keys, dtypes, shapes and bytes."""
+    a, b = flatten(got), flatten(expected)
+    return a.keys() == b.keys() and all(raw(a[k]) == raw(b[k]) and a[k].dtype == b[k].dtype and a[k].shape == b[k].shape for k in a)
+
+
+def raw(a: Any) -> bytes:
+    return np.ascontiguousarray(a).tobytes()
+
+
+def stored(buf: Buffer) -> dict:
+    """All rows, oldest first."""
+    return buf.gather(np.arange(*buf.window))
+
+
+def numbers(buf: Buffer) -> list[int]:
+    """Column k of all rows, oldest first."""
+    return stored(buf)["k"].tolist() if len(buf) else []
+
+
+def figures(buf: Buffer) -> dict:
+    """All that a call which raises must not move."""
+    s = buf.stats()
+    s.pop("writer_age")
+    return {**s, "len": len(buf), "window": buf.window, "write_count": buf.write_count, "schema": buf.schema,
+            "rings": [(c["slot"], c["ring_used"], c["put_rows"], c["stored_rows"]) for c in buf.collectors()]}
+
+
+@contextmanager
+def unmoved(buf: Buffer) -> Iterator[None]:
+    """Length, counters, rows and rings are the same afterwards."""
+    before, content = figures(buf), stored(buf) if len(buf) else {}
+    yield
+    assert figures(buf) == before
+    assert not content or same(stored(buf), content)
+
+
+@contextmanager
+def stuck_drainer(name: str) -> Iterator[None]:
+    """Somebody else holds the writer role and does nothing, as a process does that was stopped there."""
+    handle = segment.attach(name, presence=False)
+    assert handle.try_take_role()
+    try:
+        yield
+    finally:
+        handle.give_back_role()
+        handle.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
