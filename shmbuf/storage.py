@@ -10,9 +10,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
 
+from shmbuf._extension import native
 from shmbuf.buffer import Buffer, Ticket, _seconds
 from shmbuf.errors import SchemaError
-from shmbuf.schema import Key, Schema, dtype_name, flatten, show_key
+from shmbuf.schema import Column, Key, Schema, dtype_name, flatten, show_key
 
 _ADDED = frozenset({("index",), ("row_id",), ("priority_weight",)})  # what sample() adds, so that a sample can be stored again
 
@@ -150,6 +151,9 @@ class ShmStorage:
         self._dtypes = [getattr(torch, c.dtype) for c in schema.columns]
         self._columns = schema.native(self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
+        added = [Column(k, "int64", ()) for k in (("row_id",), ("index",)) if k not in schema.keys]
+        self._out_schema = Schema([*schema.columns, *added])
+        self._out_columns = self._out_schema.native([*self._dtypes, torch.int64, torch.int64])
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -241,32 +245,35 @@ class ShmStorage:
             self.schema()
         schema = self._ready
         assert schema is not None
-        leaves = self._fresh(n, pin) if out is None else self._into(out, n)
-        *columns, ids, slots = [t.data_ptr() for t in leaves]
+        if out is None:
+            leaves = self._fresh(n, pin)
+            *columns, ids, slots = [t.data_ptr() for t in leaves]
+        else:
+            *columns, ids, slots = self._into(out, n)
         buffer.draw_into(self._columns, columns, n, ids, slots, _seconds(timeout))
         if out is not None:
             return out
         return make_tensordict((*schema.keys, ("row_id",), ("index",)), leaves, torch.Size((n,)))
 
-    def _into(self, out: TensorDictBase, n: int) -> list[torch.Tensor]:
-        """The tensors of a caller's TensorDict, checked; index and row_id are added to it if they are missing."""
+    def _into(self, out: TensorDictBase, n: int) -> list[int]:
+        """The addresses of a caller's tensors, checked; index and row_id are added to out if they are missing."""
         if tuple(out.batch_size) != (n,):
             raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
+        addresses = native.addresses_in(self._out_columns, out, n) if type(out) is TensorDict else None
+        if addresses is not None:
+            return addresses
         for key in ("row_id", "index"):
             if out.get(key, None) is None:
                 out.set(key, torch.empty(n, dtype=torch.int64))
-        schema = self._ready
-        assert schema is not None
         leaves = tensor_leaves(out)
-        wanted = {**{c.key: (c.dtype, c.shape) for c in schema.columns}, ("row_id",): ("int64", ()), ("index",): ("int64", ())}
-        for key, spec in wanted.items():
-            t = leaves.get(key)
-            if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != spec:
-                raise SchemaError(f"out, key {show_key(key)}: got {'nothing' if t is None else f'{t.dtype}{list(t.shape[1:])}'}, "
-                                  f"expected {spec[0]}{list(spec[1])}")
-            if not t.is_contiguous() or t.device.type != "cpu" or t.layout != torch.strided:
-                raise SchemaError(f"out, key {show_key(key)}: has to be a contiguous CPU tensor to be written into")
-        return [leaves[k] for k in wanted]
+        for c in self._out_schema.columns:
+            t = leaves.get(c.key)
+            if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
+                raise SchemaError(f"out, key {show_key(c.key)}: got {'nothing' if t is None else f'{t.dtype}{list(t.shape[1:])}'}, "
+                                  f"expected {c}")
+            if t.layout != torch.strided or not t.is_contiguous() or t.device.type != "cpu" or t.is_neg() or t.is_conj():
+                raise SchemaError(f"out, key {show_key(c.key)}: has to be a plain contiguous CPU tensor to be written into")
+        return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
     def get(self, index: Any) -> Any:
         """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column."""
@@ -309,8 +316,6 @@ class ShmStorage:
         chosen = [c for c in schema.columns if c.key[: len(key)] == key]
         if not chosen:
             raise KeyError(f"key {show_key(key)} is not in the schema: {', '.join(map(show_key, schema.keys))}")
-        from shmbuf._extension import native
-
         columns, n = native.Columns(), len(self)
         for c in chosen:
             columns.add(c.offset, c.nbytes, list(c.shape), "", None)
