@@ -514,11 +514,13 @@ class Buffer:
         c = self._call("counters")
         pid = c["writer_pid"]
         if not c["writer_active"]:
-            return f"nobody drains it now (last: pid {pid}). Enlarge ring_bytes, or give the drain more of a core."
-        state = process_state(pid)
+            last = f"pid {pid} did last" if pid else "nobody did yet"
+            return f"nobody drains at this moment ({last}). Enlarge ring_bytes, or give the drain more of a core."
+        state = segment.process_state(pid)
         doing = {"T": "is stopped (SIGSTOP): continue it with SIGCONT or kill it", "Z": "is a zombie", None: "is gone"}.get(
             state, f"is in state {state}")
-        return f"pid {pid} holds the writer role since its last transaction {c['writer_age']:.1f} s ago and {doing}."
+        age = f"the last transaction was {c['writer_age']:.1f} s ago" if c["writer_age"] >= 0 else "there was no transaction yet"
+        return f"pid {pid} holds the writer role and {doing} ({age})."
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -703,15 +705,6 @@ def _finalize(handle: Any, name: str, instance_id: int | None, owner_pid: int) -
             segment.destroy(name, force=True, instance_id=instance_id)
         except (ShmbufError, OSError):
             pass  # gone already
-
-
-def process_state(pid: int) -> str | None:
-    """One letter from /proc (R, S, D, T, Z …), None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
 
 
 __all__ = ["Buffer", "Schema", "Ticket", "as_key", "dtype_name"]

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import math
 import os
 import re
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,7 +71,7 @@ def look(name: str, owner: int, *, whole: bool = False) -> Info:
             info.update(state="foreign", reason=f"the file belongs to uid {st.st_uid}, its name to uid {owner}")
             return info
         with contextlib.closing(segment.attach(name, owner=owner, watch=True)) as handle:
-            info["attached"] = _presence(path)
+            info["attached"] = handle.attached
             _read(handle, info, whole)
     except FileNotFoundError:  # BufferNotFound is one
         raise BufferNotFound(_not_found(name, owner)) from None
@@ -91,16 +89,6 @@ def _not_found(name: str, owner: int) -> str:
     text = f"no buffer named {name!r}; uid {owner} has " + (", ".join(known[:20]) if known else "none")
     text += f" and {len(known) - 20} more" if len(known) > 20 else ""
     return text + (f". Another user has one of that name: {' or '.join(others)}" if others else "")
-
-
-def _presence(path: str) -> bool:
-    """Whether anybody is attached, by the lock that the kernel drops at death. Asking takes no lock."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:  # struct flock: type, whence, start, length, pid
-        question = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, native.LOCK_PRESENCE, 1, 0)
-        return struct.unpack_from("h", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))[0] != fcntl.F_UNLCK
-    finally:
-        os.close(fd)
 
 
 def _read(handle: Any, info: Info, whole: bool) -> None:
@@ -160,12 +148,10 @@ def _process_state(entry: Info) -> str | None:
     """One letter from /proc (R, S, D, T, Z …); None if the process is gone or counted in another pid namespace."""
     try:
         here = os.stat("/proc/self/ns/pid").st_ino == entry["pid_namespace"]
-        if not here or native.process_start_ticks(entry["pid"]) != entry["start_ticks"]:
-            return None  # the pid means another process here
-        with open(f"/proc/{entry['pid']}/stat", "rb") as f:
-            return f.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
+    except OSError:
         return None
+    same = here and native.process_start_ticks(entry["pid"]) == entry["start_ticks"]  # else the pid means another process
+    return segment.process_state(entry["pid"]) if same else None
 
 
 # ---- words and numbers for people ------------------------------------------------------------------------------
@@ -327,7 +313,7 @@ def _heading(info: Info) -> Any:
              s["pin_memory"] and "pin_memory")
     line("writer", *["nobody yet"] if w["pid"] is None else [
         f"pid {w['pid']} {w['command'] or ''}".strip(), "active" if w["active"] else "idle (gave the role back)",
-        w["process_state"] in ("T", "t") and "stopped (SIGSTOP)", f"last at it {seconds(w['age_seconds'])} ago",
+        w["process_state"] in ("T", "t") and "stopped (SIGSTOP)", f"last transaction {seconds(w['age_seconds'])} ago" if w["age_seconds"] is not None else "no transaction yet",
         count(w["transactions"], "transaction"), count(w["takeovers"], "takeover")])
     return grid
 

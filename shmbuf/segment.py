@@ -45,6 +45,15 @@ def names(owner: int | None = None) -> list[str]:
     return sorted(f[len(prefix):] for f in os.listdir(SHM_DIR) if f.startswith(prefix))
 
 
+def process_state(pid: int) -> str | None:
+    """One letter from /proc (R, S, D, T, Z …), None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return f.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return None
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +312,7 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         lock_fd = _open("/" + file_name(name, owner), False)
         if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
             live = [m for m in handle.members() if m["alive"] and m["pid"] != os.getpid()]
-            who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8]) or "this process"
+            who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8]) or "this process, or a read-only handle of another"
             raise BufferInUse(f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
                               f"`shminfo rm --force {name}` to take it from under them.")
         handle.mark_destroyed()

@@ -69,7 +69,7 @@ struct Control {
   alignas(128) u32 data_wait;     // futex: somebody waits for rows
   alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
   u32 writer_member;
-  u64 writer_start_ticks, takeovers, heartbeat_ns, transactions;
+  u64 writer_start_ticks, takeovers, transactions, last_transaction_ns;
 };
 static_assert(sizeof(Control) <= kPage);
 
@@ -99,7 +99,7 @@ struct Slot {
   alignas(128) u64 head_pub;      // ≤ the committed head; the collector may reuse bytes below it          writer
   alignas(128) u32 wait;          // futex: the collector waits for room or for its commit
   alignas(128) u64 word;          // incarnation << 8 | SlotState                                          lock holder
-  u64 put_rows_at_claim, stored_rows_at_claim;  // what this incarnation started from
+  u64 put_at_claim, stored_at_claim, skipped_at_claim, dropped_at_claim, refused_at_claim, blocked_at_claim;  // what this incarnation started from
   Owner owner;
 };
 static_assert(sizeof(Slot) == 512);
@@ -152,6 +152,11 @@ struct Segment {                  // addresses in this process; built by attach 
   // Only after build:
   u64 capacity = 0, row_bytes = 0, ring_bytes = 0;
   u8 *rows = nullptr, *rings = nullptr;
+  // Bounded by what is mapped, whatever a damaged word says.
+  u32 n_slots() const {
+    u32 n = load(control().n_slots, acquire), most = header().max_collectors;
+    return n < most ? n : most;
+  }
   u8 *ring(u32 i) const { return rings + u64(i) * ring_bytes; }
   u8 *row(u64 id) const { return rows + (id % capacity) * row_bytes; }
 };

@@ -333,7 +333,7 @@ nb::dict owner_dict(const Owner &o) {
   nb::dict d;
   d["pid"] = o.pid, d["uid"] = o.uid, d["start_ticks"] = o.start_ticks, d["pid_namespace"] = o.pid_namespace;
   d["since"] = double(o.since_ns) * 1e-9;
-  d["command"] = nb::str(o.comm, strnlen(o.comm, sizeof o.comm));
+  d["command"] = nb::steal(PyUnicode_DecodeUTF8(o.comm, Py_ssize_t(strnlen(o.comm, sizeof o.comm)), "replace"));  // cut at 15 bytes
   return d;
 }
 CommitBlock truth(const Segment &s, std::vector<BlockSlot> &slots) {
@@ -350,7 +350,7 @@ nb::dict counters(const H &h) {
   std::vector<BlockSlot> slots;
   CommitBlock b = truth(s, slots);
   u64 dropped = 0, refused = 0, put = 0, blocked = 0;
-  u32 n = load(c.n_slots, acquire);
+  u32 n = s.n_slots();
   for (u32 i = 0; i < n; ++i) {
     const Slot &slot = s.slot(i);
     put += load(slot.put_rows, relaxed), dropped += load(slot.dropped_rows, relaxed);
@@ -363,7 +363,7 @@ nb::dict counters(const H &h) {
   d["put_rows"] = put, d["dropped_rows"] = dropped, d["refused_rows"] = refused, d["blocked_seconds"] = double(blocked) * 1e-9;
   d["transactions"] = load(c.transactions, relaxed), d["takeovers"] = load(c.takeovers, relaxed);
   d["writer_pid"] = load(c.writer_pid, relaxed);
-  u64 beat = load(c.heartbeat_ns, relaxed), t = now_ns();
+  u64 beat = load(c.last_transaction_ns, relaxed), t = now_ns();
   d["writer_age"] = beat ? double(t > beat ? t - beat : 0) * 1e-9 : -1.0;
   d["writer_active"] = h->lock_fd() >= 0 && byte_is_held(h->lock_fd(), kLockWriter);
   return d;
@@ -375,12 +375,16 @@ nb::list collectors(const H &h) {
   if (!h->ready()) return out;
   std::vector<BlockSlot> truths;
   truth(s, truths);
-  u32 n = load(s.control().n_slots, acquire);
+  u32 n = s.n_slots();
   for (u32 i = 0; i < n; ++i) {
     const Slot &slot = s.slot(i);
     u64 word = load(slot.word, acquire);
     Owner owner = slot.owner;
-    u64 base = load(slot.put_rows_at_claim, relaxed), stored_base = load(slot.stored_rows_at_claim, relaxed);
+    u64 put = load(slot.put_rows, relaxed) - load(slot.put_at_claim, relaxed), stored = truths[i].stored_rows - load(slot.stored_at_claim, relaxed);
+    u64 skipped = truths[i].skipped_rows - load(slot.skipped_at_claim, relaxed);
+    u64 dropped = load(slot.dropped_rows, relaxed) - load(slot.dropped_at_claim, relaxed);
+    u64 refused = load(slot.refused_rows, relaxed) - load(slot.refused_at_claim, relaxed);
+    u64 blocked = load(slot.blocked_ns, relaxed) - load(slot.blocked_at_claim, relaxed);
     fence(acquire);
     if (load(slot.word, relaxed) != word || word_state(word) == kFree) continue;  // changing hands: not half an entry
     nb::dict d = owner_dict(owner);
@@ -388,9 +392,8 @@ nb::list collectors(const H &h) {
     d["slot"] = i, d["incarnation"] = word_incarnation(word);
     d["state"] = word_state(word) == kClosed ? "closed" : int(i) == h->slot() || byte_is_held(h->lock_fd(), lock_slot(i)) ? "alive" : "dead";
     d["ring_used"] = tail > head ? tail - head : 0, d["ring_bytes"] = s.ring_bytes;
-    d["put_rows"] = load(slot.put_rows, relaxed) - base, d["stored_rows"] = truths[i].stored_rows - stored_base;
-    d["skipped_rows"] = truths[i].skipped_rows, d["dropped_rows"] = load(slot.dropped_rows, relaxed);
-    d["refused_rows"] = load(slot.refused_rows, relaxed), d["blocked_seconds"] = double(load(slot.blocked_ns, relaxed)) * 1e-9;
+    d["put_rows"] = put, d["stored_rows"] = stored, d["skipped_rows"] = skipped, d["dropped_rows"] = dropped;
+    d["refused_rows"] = refused, d["blocked_seconds"] = double(blocked) * 1e-9;
     out.append(d);
   }
   return out;
@@ -444,7 +447,7 @@ void mark_destroyed(const H &h) {
   Control &c = h->segment().control();
   store(c.destroyed, 1u, seq_cst);
   for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) futex_wake_all(*w);
-  for (u32 i = 0; i < load(c.n_slots, acquire); ++i) futex_wake_all(h->segment().slot(i).wait);
+  for (u32 i = 0; i < h->segment().n_slots(); ++i) futex_wake_all(h->segment().slot(i).wait);
 }
 
 #ifndef SHMBUF_MODULE
@@ -503,6 +506,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def_prop_ro("forked", [](const H &h) { return h->forked(); })
       .def_prop_ro("closed", [](const H &h) { return h->closed(); })
       .def_prop_ro("present", [](const H &h) { return h->present(); })
+      .def_prop_ro("attached", [](const H &h) { Handle::Use use(*h); return byte_is_held(h->lock_fd(), kLockPresence); })
       .def_prop_ro("destroyed", [](const H &h) { Handle::Use use(*h); return h->destroyed(); })
       .def_prop_ro("slot", [](const H &h) { return h->slot(); })
       .def_prop_ro("has_thread", [](const H &h) { return h->has_thread(); })

@@ -122,9 +122,14 @@ class Registry {  // call with the handle's registry mutex held
       }
       FAILPOINT(claim_funded);
       slot.owner = me;
-      store(slot.put_rows_at_claim, load(slot.put_rows, relaxed), relaxed);
       const CommitBlock &truth = s_.block(load(s_.control().commit_seq, acquire));
-      store(slot.stored_rows_at_claim, i < truth.n_slots ? load(truth.slot[i].stored_rows, relaxed) : 0, relaxed);
+      const bool known = i < truth.n_slots;
+      store(slot.put_at_claim, load(slot.put_rows, relaxed), relaxed);
+      store(slot.stored_at_claim, known ? load(truth.slot[i].stored_rows, relaxed) : 0, relaxed);
+      store(slot.skipped_at_claim, known ? load(truth.slot[i].skipped_rows, relaxed) : 0, relaxed);
+      store(slot.dropped_at_claim, load(slot.dropped_rows, relaxed), relaxed);
+      store(slot.refused_at_claim, load(slot.refused_rows, relaxed), relaxed);
+      store(slot.blocked_at_claim, load(slot.blocked_ns, relaxed), relaxed);
       store(slot.skip_to, u64(0), relaxed);
       store(slot.wait, 0u, relaxed);
       Control &c = s_.control();
@@ -144,7 +149,7 @@ class Registry {  // call with the handle's registry mutex held
     unlock_byte(fd_, lock_slot(i));
   }
   u32 sweep(int own_slot) {
-    u32 freed = 0, n = load(s_.control().n_slots, acquire);
+    u32 freed = 0, n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) {
       Slot &slot = s_.slot(i);
       if (int(i) == own_slot || word_state(load(slot.word, acquire)) == kFree || !drained(slot)) continue;

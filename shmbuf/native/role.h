@@ -28,7 +28,6 @@ class WriterRole {
     store(c.writer_pid, me_.pid, relaxed);
     store(c.writer_start_ticks, me_.start_ticks, relaxed);
     store(c.writer_member, u32(member_ + 1), relaxed);
-    store(c.heartbeat_ns, now_ns(), relaxed);
     FAILPOINT(role_taken);
     return true;
   }
@@ -62,7 +61,7 @@ class WriterRole {
   void hand_over() {
     Control &c = s_.control();
     if (load(c.writer_wait, relaxed)) return wake_if_armed(c.writer_wait);
-    u32 n = load(c.n_slots, acquire);
+    u32 n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) wake_if_armed(s_.slot(i).wait);
   }
   Segment &s_;

@@ -46,13 +46,13 @@ class Writer {
     FAILPOINT(txn_committed);
     publish(next, &now);
     bump<u64>(c_.transactions, 1);
-    store(c_.heartbeat_ns, now_ns(), relaxed);
+    store(c_.last_transaction_ns, now_ns(), relaxed);
     return true;
   }
 
   // Does any ring hold bytes beyond its published head? (Asked without the role: a hint, exact after a fence.)
   static bool runnable(const Segment &s) {
-    u32 n = load(s.control().n_slots, acquire);
+    u32 n = s.n_slots();
     for (u32 i = 0; i < n; ++i)
       if (load(s.slot(i).tail, acquire) != load(s.slot(i).head_pub, relaxed)) return true;
     return false;
@@ -71,7 +71,7 @@ class Writer {
   Record &record(u32 ring, u64 at) const { return record_at(s_.ring(ring), s_.ring_bytes, at); }
 
   bool plan(const CommitBlock &now, CommitBlock &next) {
-    u32 n = load(c_.n_slots, acquire);
+    u32 n = s_.n_slots();
     if (!n) return false;
     std::memcpy(static_cast<void *>(&next), &now, sizeof(CommitBlock));
     for (u32 i = 0; i < n; ++i) {
@@ -88,7 +88,7 @@ class Writer {
       BlockSlot &e = next.slot[i];
       u64 at = e.head, tail = load(s_.slot(i).tail, acquire);  // P1: pairs with Producer::publish
       if (at == tail) continue;
-      bool intact = tail - at <= s_.ring_bytes && tail % kRecordAlign == 0;
+      bool intact = tail - at <= s_.ring_bytes && tail % kRecordAlign == 0 && at % kRecordAlign == 0;
       u64 skip = load(s_.slot(i).skip_to, acquire);
       if (intact && skip > at && skip <= tail) any |= plan_skips(next, i, at, skip, tail);
       u64 before = at;
@@ -193,14 +193,15 @@ class Writer {
     FAILPOINT(post_base);
     store(c_.cursor, b.cursor, release);   // pairs with G1
     FAILPOINT(post_cursor);
-    for (u32 i = 0; i < b.n_slots; ++i)
+    const u32 n = b.n_slots < s_.header().max_collectors ? b.n_slots : s_.header().max_collectors;  // whatever a damaged word says
+    for (u32 i = 0; i < n; ++i)
       if (!before || entry(*before, i).head != b.slot[i].head) {
         store(s_.slot(i).head_pub, b.slot[i].head, release);  // pairs with R1 in ring.h
         FAILPOINT(post_head);
       }
     fence(seq_cst);                        // also what lets a reader of the block notice that it is being rewritten
     wake_if_armed(c_.data_wait);
-    for (u32 i = 0; i < b.n_slots; ++i)
+    for (u32 i = 0; i < n; ++i)
       if (!before || entry(*before, i).head != b.slot[i].head) wake_if_armed(s_.slot(i).wait);
     FAILPOINT(post_woken);
     store(c_.done_seq, b.seq, release);

@@ -78,7 +78,7 @@ inline void run(const std::vector<Body> &bodies, const std::function<u64()> &pro
   auto start = [&](u64 i) {
     pids[i] = fork();
     CHECK(pids[i] >= 0, "fork: %s", std::strerror(errno));
-    if (pids[i] == 0) bodies[i](life), _exit(0);
+    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), bodies[i](life), _exit(0);  // if the parent fails, nobody stays behind
     ++life;
   };
   auto reap = [&](u64 i, bool killed) {

@@ -464,3 +464,38 @@ def test_tools_shminfo_says_how_to_build(tmp_path):
     script = str(tmp_path / "tools" / "shminfo")
     done = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "make build" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_control_page_is_looked_at_without_a_crash(name: str, seed: int) -> None:
+    Buffer.create(name, 100, schema=SCHEMA).close()
+    with open(segment.path_of(name), "r+b") as f:
+        f.seek(4096)
+        f.write(np.random.default_rng(seed).bytes(4096) if seed else b"\xff" * 4096)
+    for arguments in (["list"], ["show", name], ["show", name, "--json"]):
+        done = subprocess.run([sys.executable, "-m", "shmbuf.cli", *arguments], capture_output=True, text=True)
+        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (seed, arguments, done)
+
+
+def test_a_process_name_cut_inside_a_character_is_shown(name: str) -> None:
+    """Linux keeps 15 bytes of it, which may end in half a character."""
+    code = ("open('/proc/self/comm', 'wb').write('обработчик-данных'.encode()[:15]); import sys; from shmbuf import Buffer; "
+            "b = Buffer.attach(sys.argv[1]); print(b.members()[-1]['command'])")
+    with Buffer.create(name, 100, schema=SCHEMA):
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith("обработ"), done
+
+
+def test_counters_of_a_reused_ring_start_again(name: str) -> None:
+    with Buffer.create(name, 100, schema=SCHEMA, drain="caller", full="error", ring_bytes=4096, max_collectors=1) as looker:
+        first = Buffer.attach(name)
+        with pytest.raises(RingFull):
+            for _ in range(200):
+                first.put(rows(3))
+        assert looker.collectors()[0]["refused_rows"] == 3
+        first.close()
+        second = Buffer.attach(name)
+        second.put(rows(2))
+        now = looker.collectors()[0]
+        assert (now["put_rows"], now["stored_rows"], now["refused_rows"], now["incarnation"]) == (2, 0, 0, 2)
+        second.close()
