@@ -41,7 +41,7 @@ clean:
 	rm -rf build dist $(VENV) $(BENCH) tests/native/out
 
 SOURCES = $(wildcard shmbuf/native/*.h shmbuf/native/*.cpp) CMakeLists.txt pyproject.toml requirements/dev.txt
-NATIVE  = -C cmake.define.SHMBUF_FAILPOINTS=ON -C cmake.define.SHMBUF_WERROR=ON
+NATIVE  = -C build-dir=build/dev -C cmake.define.SHMBUF_FAILPOINTS=ON -C cmake.define.SHMBUF_WERROR=ON
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)

@@ -19,7 +19,6 @@ import inspect
 import multiprocessing
 import os
 import re
-import signal
 import sys
 import time
 from dataclasses import dataclass, fields
@@ -203,7 +202,6 @@ def picture(s: Settings, history: list[dict]) -> Path:
 
 
 def main(s: Settings) -> int:
-    from rich.live import Live
     from shmbuf import RandomSampler, ShmStorage, TensorDictReplayBuffer
     rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), sampler=RandomSampler(), batch_size=s.batch_size)
     policy = Buffer.create(f"{s.name}-policy", 1, drain="caller", exists="replace")

@@ -8,26 +8,47 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("BufferExists", "BufferFormatError", "BufferInUse", "BufferNotFound", "CommitInterrupted", "CommitPending",
-                     "ConcurrentUse", "Lapped", "NotEnoughMemory", "NotEnoughRows", "RingFull", "SchemaError", "ShmbufError",
-                     "StorageLost", "TooManyCollectors"), "errors"),
+    **dict.fromkeys(
+        (
+            "BufferExists",
+            "BufferFormatError",
+            "BufferInUse",
+            "BufferNotFound",
+            "CommitInterrupted",
+            "CommitPending",
+            "ConcurrentUse",
+            "Lapped",
+            "NotEnoughMemory",
+            "NotEnoughRows",
+            "RingFull",
+            "SchemaError",
+            "ShmbufError",
+            "StorageLost",
+            "TooManyCollectors",
+        ),
+        "errors",
+    ),
     "Schema": "schema",
     "destroy": "segment",
-    **dict.fromkeys(("Buffer", "Ticket"), "buffer"),
+    "Buffer": "buffer",
+    "Ticket": "ticket",
     "ShmStorage": "storage",
     "RandomSampler": "samplers",
-    **dict.fromkeys(("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"),
+    **dict.fromkeys(
+        ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
+    ),
 }
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
-    from shmbuf.buffer import Buffer, Ticket
+    from shmbuf.buffer import Buffer
     from shmbuf.errors import *  # noqa: F403
     from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
     from shmbuf.samplers import RandomSampler
     from shmbuf.schema import Schema
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage
+    from shmbuf.ticket import Ticket
 
 
 def __getattr__(name: str) -> Any:

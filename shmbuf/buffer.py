@@ -10,6 +10,7 @@ array([0, 1, 2])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -22,95 +23,29 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from shmbuf import segment
+from shmbuf import failures, segment
 from shmbuf._extension import native
-from shmbuf.errors import (BufferExists, BufferFormatError, BufferNotFound, CommitInterrupted, CommitPending,
-                           ConcurrentUse, Lapped, NotEnoughMemory, NotEnoughRows, RingFull, SchemaError, ShmbufError,
-                           StorageLost, TooManyCollectors)
-from shmbuf.schema import Key, Schema, as_key, dtype_name, flatten, nest, show_key
+from shmbuf.errors import (
+    BufferExists,
+    BufferFormatError,
+    BufferNotFound,
+    Lapped,
+    NotEnoughRows,
+    ShmbufError,
+    StorageLost,
+)
+from shmbuf.rows import as_arrays, conform, count
+from shmbuf.schema import Schema, flatten, nest
+from shmbuf.ticket import Nothing, Ticket, same_ids, seconds_of
 
 FULL = ("block", "error", "drop_newest", "drop_oldest")
 DRAIN = ("thread", "process", "caller")
-FOREVER = -1.0
 _STATUS = native.STATUSES
 _OK = 0
 
 
-def _seconds(timeout: float | None) -> float:
-    if timeout is None:
-        return FOREVER
-    if not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: seconds ≥ 0, or None to wait for ever")
-    return float(timeout)
-
-
 def _address(a: np.ndarray) -> int:
     return a.__array_interface__["data"][0]  # a third of the time of a.ctypes.data
-
-
-class Ticket:
-    """Rows that are in the ring. They will be stored, whatever dies.
-
-    Attributes:
-        rows: how many went in (fewer than were given only with a drop policy).
-    """
-
-    __slots__ = ("_capacity", "_convert", "_native", "_size")
-
-    def __init__(self, ticket: Any, size: int, capacity: int, convert: Callable[[np.ndarray, int], Any]):
-        self._native, self._size, self._capacity, self._convert = ticket, size, capacity, convert
-
-    @property
-    def rows(self) -> int:
-        return self._native.rows
-
-    def done(self) -> bool:
-        """Whether the rows can be drawn by now."""
-        return self._native.done()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait until the rows can be drawn by every sampler.
-
-        Returns:
-            int64[rows]: their ids (from `Buffer`), or a LongTensor of their indices (from the replay buffers). Rows that a
-            drop policy took are left out.
-
-        Raises:
-            CommitPending: not within ``timeout`` seconds; the rows will be stored.
-            CommitInterrupted: Ctrl-C meanwhile; likewise.
-            StorageLost: the buffer was destroyed.
-        """
-        try:
-            status = self._native.wait(_seconds(timeout))
-        except KeyboardInterrupt:
-            raise CommitInterrupted("interrupted while waiting for the commit of rows that are in the ring: they will be "
-                                    "stored; .ticket waits for them", self, self.rows) from None
-        except native.Gone as e:
-            if _STATUS[e.args[0]] == "forked":
-                raise StorageLost("this ticket belongs to the process that put the rows; wait for it there") from None
-            raise StorageLost("the handle was closed before these rows were committed; whoever is attached stores them, "
-                              "their ids are not known here") from None
-        if status != _OK:
-            self._failed(_STATUS[status], timeout)
-        return self._convert(self.ids(), self._capacity)
-
-    def ids(self) -> np.ndarray:
-        """int64 ids of the committed rows."""
-        parts = [np.arange(first, first + n, dtype=np.int64) for n, first in self._native.pieces() if first is not None]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-    def _failed(self, status: str, timeout: float | None) -> None:
-        if status == "timeout":
-            raise CommitPending(f"{self.rows:,} of {self._size:,} rows are in the ring but not committed after {timeout} s: "
-                                "they will be stored; .ticket waits for them", self, self.rows)
-        raise StorageLost(f"the buffer was {status} while {self.rows:,} rows waited for their commit")
-
-    def __repr__(self) -> str:
-        return f"Ticket({self.rows} rows, {'done' if self._native.done() else 'pending'})"
-
-
-def _same_ids(ids: np.ndarray, capacity: int) -> np.ndarray:
-    return ids
 
 
 class Buffer:
@@ -140,7 +75,7 @@ class Buffer:
             self.config: dict[str, Any] = msgpack.unpackb(handle.config)
             self._full, self._timeout, self._drain = (self.config[k] for k in ("full", "timeout", "drain"))
             self._full_code = FULL.index(self._full)
-            self._seconds = _seconds(self._timeout)
+            self._seconds = seconds_of(self._timeout)
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as e:
             handle.close()
             raise BufferFormatError(f"buffer {self.name!r}: its configuration cannot be read: {e}") from None
@@ -151,10 +86,23 @@ class Buffer:
     # ---- birth and end ------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, name: str | None, capacity: int, *, schema: Mapping | Schema | None = None, example: Mapping | None = None,
-               max_collectors: int = 256, ring_bytes: int | None = None, full: str = "block", timeout: float | None = None,
-               mode: int = 0o600, group: str | int | None = None, drain: str = "thread", exists: str = "error",
-               config: Mapping[str, Any] | None = None) -> Buffer:
+    def create(
+        cls,
+        name: str | None,
+        capacity: int,
+        *,
+        schema: Mapping | Schema | None = None,
+        example: Mapping | None = None,
+        max_collectors: int = 256,
+        ring_bytes: int | None = None,
+        full: str = "block",
+        timeout: float | None = None,
+        mode: int = 0o600,
+        group: str | int | None = None,
+        drain: str = "thread",
+        exists: str = "error",
+        config: Mapping[str, Any] | None = None,
+    ) -> Buffer:
         """A new buffer, and a handle on it.
 
         Args:
@@ -183,10 +131,14 @@ class Buffer:
             raise ValueError(f"max_collectors={max_collectors!r}: 1 to {segment.MAX_COLLECTORS}")
         if ring_bytes is not None and not 0 < ring_bytes <= 1 << 34:
             raise ValueError(f"ring_bytes={ring_bytes!r}: 1 to {1 << 34}")
-        for what, value, allowed in (("full", full, FULL), ("drain", drain, DRAIN), ("exists", exists, ("error", "attach", "replace"))):
+        for what, value, allowed in (
+            ("full", full, FULL),
+            ("drain", drain, DRAIN),
+            ("exists", exists, ("error", "attach", "replace")),
+        ):
             if value not in allowed:
                 raise ValueError(f"{what}={value!r}: one of {', '.join(allowed)}")
-        _seconds(timeout)
+        seconds_of(timeout)
         given = schema if isinstance(schema, Schema) else Schema.from_spec(schema) if schema is not None else None
         if example is not None:
             shown = Schema.from_leaves({k: np.asarray(v) for k, v in flatten(example).items()}, 0)
@@ -201,17 +153,22 @@ class Buffer:
         segment.collect_unnamed()
         while True:
             try:
-                name, handle = segment.create(name, capacity=int(capacity), max_collectors=max_collectors,
-                                              ring_bytes=ring_bytes or 0, config=blob, mode=mode, group=group)
+                name, handle = segment.create(
+                    name,
+                    capacity=int(capacity),
+                    max_collectors=max_collectors,
+                    ring_bytes=ring_bytes or 0,
+                    config=blob,
+                    mode=mode,
+                    group=group,
+                )
                 break
             except BufferExists:
                 if exists == "error":
                     raise
                 if exists == "replace":
-                    try:
+                    with contextlib.suppress(BufferNotFound):
                         segment.destroy(name)  # type: ignore[arg-type]
-                    except BufferNotFound:
-                        pass
                     continue
                 try:
                     return cls._attach_existing(name, capacity, given)  # type: ignore[arg-type]
@@ -235,8 +192,10 @@ class Buffer:
         self = cls.attach(name)
         try:
             if self.capacity != capacity:
-                raise BufferExists(f"buffer {name!r} exists with capacity {self.capacity:,}, asked for {capacity:,}: attach "
-                                   "without a capacity (shmbuf.attach), or exists=\"replace\"")
+                raise BufferExists(
+                    f"buffer {name!r} exists with capacity {self.capacity:,}, asked for {capacity:,}: attach "
+                    'without a capacity (shmbuf.attach), or exists="replace"'
+                )
             if given is not None:
                 self._build(given, "the schema")
         except BaseException:
@@ -258,7 +217,8 @@ class Buffer:
             self._handle.start_thread(False)
         elif self._drain == "process":
             self._drain_process = subprocess.Popen(
-                [sys.executable, "-m", "shmbuf.drain", self.name, "--leave-when-alone"], stdin=subprocess.DEVNULL)
+                [sys.executable, "-m", "shmbuf.drain", self.name, "--leave-when-alone"], stdin=subprocess.DEVNULL
+            )
 
     def close(self) -> None:
         """Let go: what this handle put is drained if nobody else is at it, its ring is given back. An unnamed buffer goes
@@ -298,7 +258,9 @@ class Buffer:
             raise StorageLost(f"this forked process cannot attach: {e}") from None
         if handle.header["instance_id"] != instance:
             handle.close()
-            raise StorageLost(f"the buffer that was named {self.name!r} at the fork is gone; the name means another one now")
+            raise StorageLost(
+                f"the buffer that was named {self.name!r} at the fork is gone; the name means another one now"
+            )
         self._standby = self._owns = False
         self._drain_process = None
         self._adopt(handle)
@@ -365,7 +327,12 @@ class Buffer:
         ``first_id``, ``end_id``, ``reserve``.
         """
         c = self._call("counters")
-        return {**c, "capacity": self.capacity, "utilization": c["size"] / self.capacity, "initialized": self._handle.ready}
+        return {
+            **c,
+            "capacity": self.capacity,
+            "utilization": c["size"] / self.capacity,
+            "initialized": self._handle.ready,
+        }
 
     def collectors(self) -> list[dict[str, Any]]:
         """One dict per ring in use: owner, state (alive, dead, closed), fill and counters."""
@@ -398,129 +365,48 @@ class Buffer:
 
     def _put(self, rows: Mapping, wake: bool, timeout: float | None) -> Ticket:
         if self.schema is None:
-            leaves = {k: self._as_array(k, v) for k, v in flatten(rows).items()}
-            if self._batch(leaves) == 0:
+            leaves = as_arrays(rows)
+            if count(leaves) == 0:
                 return self._nothing()
             self._build(Schema.from_leaves(leaves, 1), "the first put")
         if type(rows) is dict:
             ticket = self.submit(self._columns, rows, -2, wake=wake, timeout=timeout, tensors=False)
             if ticket is not None:
                 return ticket
-        converted, n = self._convert(rows)
+        converted, n = conform(rows, self._schema)  # type: ignore[arg-type]
         if n == 0:
             return self._nothing()
         ticket = self.submit(self._columns, converted, n, wake=wake, timeout=timeout, tensors=False)
         assert ticket is not None, "converted rows fit"
         return ticket
 
-    @staticmethod
-    def _as_array(key: Key, leaf: Any) -> np.ndarray:
-        if not (hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__") or isinstance(leaf, (list, int, float, bool, complex, memoryview))):
-            raise SchemaError(f"key {show_key(key)}: got {type(leaf).__name__}, expected an array; "
-                              "non-tensor leaves cannot be stored")
-        try:
-            array = np.asarray(leaf)
-        except (ValueError, TypeError, RuntimeError) as e:
-            raise SchemaError(f"key {show_key(key)}: {e}") from None
-        if array.dtype.hasobject or array.dtype.names or array.dtype.kind in "SUVMm" and array.dtype.name != "bfloat16":
-            raise SchemaError(f"key {show_key(key)}: dtype {array.dtype} cannot be stored")
-        return array
-
-    @staticmethod
-    def _batch(leaves: Mapping[Key, np.ndarray]) -> int:
-        sizes = {k: a.shape[0] if a.ndim else None for k, a in leaves.items()}
-        if not sizes:
-            raise SchemaError("no keys were given")
-        if len(set(sizes.values())) > 1 or None in sizes.values():
-            raise SchemaError("keys have different numbers of rows (first dimension): "
-                              + ", ".join(f"{show_key(k)}: {'none' if n is None else n}" for k, n in sizes.items()))
-        return next(iter(sizes.values()))  # type: ignore[return-value]
-
-    def _convert(self, rows: Mapping) -> tuple[list[np.ndarray], int]:
-        """Whatever can be taken, contiguous and native; else a SchemaError with every difference."""
-        assert self._schema is not None
-        if not isinstance(rows, Mapping):
-            raise SchemaError(f"rows are a mapping of key to array, not {type(rows).__name__}")
-        leaves = {k: self._as_array(k, v) for k, v in flatten(rows).items()}
-        wanted = {c.key: c for c in self._schema.columns}
-        got = {}
-        for k, a in leaves.items():
-            name = a.dtype.newbyteorder("=").name
-            if k in wanted and wanted[k].numpy == name or name == "bfloat16":
-                name = wanted[k].dtype if k in wanted else name  # raw bits of a dtype that numpy lacks
-            got[k] = (name, a.shape[1:])
-        lines = self._schema.differences(got)
-        if lines:
-            raise SchemaError("rows do not fit the buffer's schema; nothing was put:\n  " + "\n  ".join(lines))
-        n = self._batch(leaves)
-        out = []
-        for c in self._schema.columns:
-            a = leaves[c.key]
-            a = a.view(np.uint16) if a.dtype.name == "bfloat16" else a
-            out.append(np.ascontiguousarray(a, dtype=np.dtype(c.numpy)))
-        return out, n
-
     def _nothing(self) -> Ticket:
-        return Ticket(_Nothing, 0, self.capacity, _same_ids)
+        return Ticket(Nothing, 0, self.capacity, same_ids)
 
-    def submit(self, columns: Any, rows: Any, n: int, *, wake: bool, timeout: float | None, tensors: bool,
-               convert: Callable[[np.ndarray, int], Any] = _same_ids) -> Ticket | None:
+    def submit(
+        self,
+        columns: Any,
+        rows: Any,
+        n: int,
+        *,
+        wake: bool,
+        timeout: float | None,
+        tensors: bool,
+        convert: Callable[[np.ndarray, int], Any] = same_ids,
+    ) -> Ticket | None:
         """For the floors above: put rows, as leaves in column order (a list), or nested as the schema.
 
         n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. None: they need conversion first.
         """
-        seconds = self._seconds if timeout is None else _seconds(timeout)
+        seconds = self._seconds if timeout is None else seconds_of(timeout)
         method = "put_leaves" if type(rows) is list else "put_tree"
         t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
         ticket = Ticket(t, n if n >= 0 else t.rows, self._header["capacity"], convert)
         if t.status != _OK:
-            self._put_failed(_STATUS[t.status], ticket, seconds)
+            failures.put_failed(self, _STATUS[t.status], ticket, seconds)
         return ticket
-
-    def _put_failed(self, status: str, ticket: Ticket, seconds: float) -> None:
-        n, rows = ticket._size, ticket.rows
-        if status == "dropped":
-            return  # asked for, and counted
-        if status == "full":
-            text = self._ring_full_text(n, seconds)
-            if rows:
-                raise CommitPending(f"{rows:,} of {n:,} rows are in the ring and will be stored; then {text}", ticket, rows)
-            raise RingFull(f"{text} Nothing was put.")
-        if status == "interrupted":
-            raise CommitInterrupted(f"interrupted: {rows:,} of {n:,} rows are in the ring and will be stored", ticket, rows)
-        if status == "concurrent":
-            raise ConcurrentUse("another thread is putting through this handle; a Buffer handle puts from one thread: attach "
-                                f"once per thread (Buffer.attach({self.name!r}))")
-        if status == "none_free":
-            raise TooManyCollectors(f"buffer {self.name!r}: all {self._header['max_collectors']} rings have living owners. Close "
-                                    "some, or create the buffer with a larger max_collectors")
-        if status == "no_memory":
-            raise NotEnoughMemory(f"/dev/shm has no {self._header['ring_bytes']:,} bytes left for this collector's ring; enlarge "
-                                  "it, or create the buffer with smaller ring_bytes. Nothing was put")
-        if status == "readonly":
-            raise PermissionError(f"this handle on buffer {self.name!r} is read-only")
-        raise StorageLost(f"buffer {self.name!r} was {status} while rows were being put ({rows:,} of {n:,} are in its ring)")
-
-    def _ring_full_text(self, n: int, seconds: float) -> str:
-        me = next((c for c in self.collectors() if c["pid"] == os.getpid() and c["slot"] == self._handle.slot), None)
-        used = f"{me['ring_used']:,} of {me['ring_bytes']:,} bytes used, " if me else ""
-        waited = "" if self._full == "error" or seconds <= 0 else f" after {seconds:g} s"
-        return (f"the ring of collector {self._handle.slot} has no room{waited} ({used}{n:,} rows of "
-                f"{self._schema.row_bytes if self._schema else 0:,} bytes to put): {self._writer_text()}")
-
-    def _writer_text(self) -> str:
-        c = self._call("counters")
-        pid = c["writer_pid"]
-        if not c["writer_active"]:
-            last = f"pid {pid} did last" if pid else "nobody did yet"
-            return f"nobody drains at this moment ({last}). Enlarge ring_bytes, or give the drain more of a core."
-        state = segment.process_state(pid)
-        doing = {"T": "is stopped (SIGSTOP): continue it with SIGCONT or kill it", "Z": "is a zombie", None: "is gone"}.get(
-            state, f"is in state {state}")
-        age = f"the last transaction was {c['writer_age']:.1f} s ago" if c["writer_age"] >= 0 else "there was no transaction yet"
-        return f"pid {pid} holds the writer role and {doing} ({age})."
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -540,7 +426,7 @@ class Buffer:
         Raises:
             NotEnoughRows: the buffer is empty. Lapped: rows are overwritten faster than one can be copied.
         """
-        seconds = _seconds(timeout)
+        seconds = seconds_of(timeout)
         if n < 0:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
         if self.schema is None:
@@ -557,12 +443,17 @@ class Buffer:
         while status != _OK:
             why = _STATUS[status]
             if why == "lapped":
-                raise Lapped(f"rows are overwritten faster than one of {self._schema.row_bytes:,} bytes is copied; "  # type: ignore[union-attr]
-                             f"the capacity of {self.capacity:,} rows is too small for this write rate")
+                raise Lapped(
+                    f"rows are overwritten faster than one of {self._schema.row_bytes:,} bytes is copied; "  # type: ignore[union-attr]
+                    f"the capacity of {self.capacity:,} rows is too small for this write rate"
+                )
             if why != "empty":
-                raise StorageLost(f"buffer {self.name!r}: drawing ended with {why}" if why != "timeout" else
-                                  f"no row can be read: a transaction has been overwriting all {self.capacity:,} for "
-                                  f"{seconds:g} s; {self._writer_text()}")
+                raise StorageLost(
+                    f"buffer {self.name!r}: drawing ended with {why}"
+                    if why != "timeout"
+                    else f"no row can be read: a transaction has been overwriting all {self.capacity:,} for "
+                    f"{seconds:g} s; {failures.writer_text(self)}"
+                )
             if n == 0:
                 return
             self.wait_rows(1, seconds if seconds >= 0 else None)
@@ -579,7 +470,7 @@ class Buffer:
 
     def wait_rows(self, n: int, timeout: float | None = None) -> None:
         """Wait until at least n rows are stored. Raises NotEnoughRows when ``timeout`` seconds are over, StorageLost."""
-        seconds = _seconds(timeout)
+        seconds = seconds_of(timeout)
         if n > self.capacity:
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
         status = _STATUS[self._call("wait_rows", n, seconds)]
@@ -587,9 +478,12 @@ class Buffer:
             have = len(self)
             if have >= n:  # they came between the last look and this one
                 return
-            raise NotEnoughRows(f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
-                                + (f" after {seconds:g} s" if seconds else "; timeout= waits for them") if not have else
-                                f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)")
+            raise NotEnoughRows(
+                f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
+                + (f" after {seconds:g} s" if seconds else "; timeout= waits for them")
+                if not have
+                else f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)"
+            )
         if status != "ok":
             raise StorageLost(f"buffer {self.name!r} was {status} while waiting for rows")
 
@@ -604,8 +498,11 @@ class Buffer:
         if not valid.all():
             bad = ids[~valid]
             lo, hi = self.window
-            raise Lapped(f"{len(bad):,} of {len(ids):,} ids are not stored (first: {bad[0]}); stored now: {lo} to {hi - 1}"
-                         if hi > lo else f"{len(bad):,} of {len(ids):,} ids are not stored; the buffer is empty")
+            raise Lapped(
+                f"{len(bad):,} of {len(ids):,} ids are not stored (first: {bad[0]}); stored now: {lo} to {hi - 1}"
+                if hi > lo
+                else f"{len(bad):,} of {len(ids):,} ids are not stored; the buffer is empty"
+            )
         return rows
 
     def try_gather(self, ids: Any) -> tuple[dict[str, Any], np.ndarray]:
@@ -623,25 +520,31 @@ class Buffer:
         self._call("fetch", columns, addresses, len(ids), _address(ids), _address(done))
         return done.view(bool)
 
-    def fetch_slots_into(self, columns: Any, addresses: list[int], slots: np.ndarray, seconds: float = 1.0) -> np.ndarray:
+    def fetch_slots_into(
+        self, columns: Any, addresses: list[int], slots: np.ndarray, seconds: float = 1.0
+    ) -> np.ndarray:
         """For the floors above: the rows that lie in these slots into packed memory; returns their ids, int64[n].
 
         A row that is overwritten meanwhile is read again as its successor. Raises IndexError for a slot beyond the stored
         rows, Lapped if some slot stays in transition for ``seconds``.
         """
         n, capacity, give_up = len(slots), self.capacity, time.monotonic() + seconds
-        done = np.zeros(n, np.uint8)
+        done, ids = np.zeros(n, np.uint8), np.zeros(n, np.int64)
         while True:
             lo, _, hi = self._get("window")
             if n and (int(slots.min()) < 0 or int(slots.max()) >= hi - lo):
-                raise IndexError(f"index {int(slots.max() if slots.min() >= 0 else slots.min())} is out of range: "
-                                 f"{hi - lo:,} rows are stored")
+                raise IndexError(
+                    f"index {int(slots.max() if slots.min() >= 0 else slots.min())} is out of range: "
+                    f"{hi - lo:,} rows are stored"
+                )
             fresh = hi - 1 - (hi - 1 - slots) % capacity  # the newest id of each slot
-            ids = np.where(done, ids, fresh) if done.any() else fresh
+            ids = np.where(done, ids, fresh)
             if self._call("fetch", columns, addresses, n, _address(ids), _address(done)) == n:
                 return ids
             if time.monotonic() > give_up:
-                raise Lapped(f"{int(n - done.sum()):,} of {n:,} rows are being overwritten for {seconds:g} s; {self._writer_text()}")
+                raise Lapped(
+                    f"{int(n - done.sum()):,} of {n:,} rows are being overwritten for {seconds:g} s; {failures.writer_text(self)}"
+                )
             if not self._readonly:
                 self.drain()
             time.sleep(5e-5)
@@ -655,10 +558,12 @@ class Buffer:
         """
         if self.schema is None:
             return
-        t = self._call("clear", not empty_write_count, _seconds(timeout))
-        ticket = Ticket(t, 0, self.capacity, _same_ids)
+        t = self._call("clear", not empty_write_count, seconds_of(timeout))
+        ticket = Ticket(t, 0, self.capacity, same_ids)
         if t.status != _OK:
-            self._put_failed(_STATUS[t.status] if _STATUS[t.status] != "timeout" else "full", ticket, _seconds(timeout))
+            failures.put_failed(
+                self, _STATUS[t.status] if _STATUS[t.status] != "timeout" else "full", ticket, seconds_of(timeout)
+            )
         ticket.wait(timeout)
 
     def drain(self) -> bool:
@@ -671,29 +576,13 @@ class Buffer:
         return f"Buffer({self.name!r}, {len(self):,} of {self.capacity:,} rows, {self.schema or 'no schema yet'})"
 
 
-class _Nothing:
-    """The native ticket of zero rows."""
-
-    rows, status = 0, _OK
-
-    @staticmethod
-    def wait(timeout: float) -> int:
-        return _OK
-
-    @staticmethod
-    def done() -> bool:
-        return True
-
-    @staticmethod
-    def pieces() -> list:
-        return []
-
-
-def _unpickle(cls: type, name: str, owner: int | None, readonly: bool, instance_id: int) -> Buffer:
+def _unpickle(cls: type[Buffer], name: str, owner: int | None, readonly: bool, instance_id: int) -> Buffer:
     self = cls.attach(name, owner=owner, readonly=readonly)
     if self._header["instance_id"] != instance_id:
         self.close()
-        raise StorageLost(f"the buffer that was named {name!r} when this handle was pickled is gone; the name means another one now")
+        raise StorageLost(
+            f"the buffer that was named {name!r} when this handle was pickled is gone; the name means another one now"
+        )
     return self
 
 
@@ -701,10 +590,5 @@ def _finalize(handle: Any, name: str, instance_id: int | None, owner_pid: int) -
     """instance_id is given by the creator of an unnamed buffer, which ends with it (but not with its forked children)."""
     handle.close()
     if instance_id is not None and os.getpid() == owner_pid:
-        try:
+        with contextlib.suppress(ShmbufError, OSError):  # gone already
             segment.destroy(name, force=True, instance_id=instance_id)
-        except (ShmbufError, OSError):
-            pass  # gone already
-
-
-__all__ = ["Buffer", "Schema", "Ticket", "as_key", "dtype_name"]

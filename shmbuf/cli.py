@@ -23,11 +23,38 @@ from shmbuf.errors import BufferFormatError, BufferNotFound, ShmbufError
 from shmbuf.schema import Schema, show_key
 
 Info = dict[str, Any]
-ERRORS = (ShmbufError, OSError, ValueError, TypeError, AttributeError, RuntimeError, native.FormatError,
-          posix_ipc.Error, msgpack.UnpackException)
-SUMMARY = ("name", "owner", "path", "state", "reason", "mode", "file_bytes", "allocated_bytes", "attached", "unnamed",
-           "capacity", "size", "row_bytes", "processes_alive", "collectors_alive", "rows_total", "write_count",
-           "created", "age_seconds")
+ERRORS = (
+    ShmbufError,
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    native.FormatError,
+    posix_ipc.Error,
+    msgpack.UnpackException,
+)
+SUMMARY = (
+    "name",
+    "owner",
+    "path",
+    "state",
+    "reason",
+    "mode",
+    "file_bytes",
+    "allocated_bytes",
+    "attached",
+    "unnamed",
+    "capacity",
+    "size",
+    "row_bytes",
+    "processes_alive",
+    "collectors_alive",
+    "rows_total",
+    "write_count",
+    "created",
+    "age_seconds",
+)
 FORCE = "%s. `shminfo rm --force %s` removes it"
 DEAD_SHOWN = 5  # dead entries of `show`; --json has them all
 
@@ -98,13 +125,24 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
     schema = Schema.from_bytes(handle.schema) if ready else None
     config = msgpack.unpackb(handle.config)
     alive = [m for m in members if m["alive"]]
-    state = ("being destroyed" if handle.destroyed else "stale unnamed" if h["unnamed"] and not info["attached"] else
-             "ok" if ready else "no schema yet")
+    state = (
+        "being destroyed"
+        if handle.destroyed
+        else "stale unnamed"
+        if h["unnamed"] and not info["attached"]
+        else "ok"
+        if ready
+        else "no schema yet"
+    )
     info.update(
-        **{k: h[k] for k in ("unnamed", "capacity", "created")}, row_bytes=h["row_bytes"] if ready else None,
-        **{k: counters[k] for k in ("size", "rows_total", "write_count")}, age_seconds=max(0.0, now - h["created"]),
-        state=state, processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
-        collectors_alive=sum(c["state"] == "alive" for c in collectors))
+        **{k: h[k] for k in ("unnamed", "capacity", "created")},
+        row_bytes=h["row_bytes"] if ready else None,
+        **{k: counters[k] for k in ("size", "rows_total", "write_count")},
+        age_seconds=max(0.0, now - h["created"]),
+        state=state,
+        processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
+        collectors_alive=sum(c["state"] == "alive" for c in collectors),
+    )
     if not whole:
         return
     for entry in [*members, *collectors]:
@@ -119,29 +157,54 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
     known = (m for m in [*alive, *members, *collectors] if m["pid"] == counters["writer_pid"])
     writer: Info = next(known, {"command": None, "process_state": None})
     info.update(
-        instance_id=f"{h['instance_id']:016x}", creator_pid=h["creator_pid"],
-        schema=schema and {
-            "payload_bytes": schema.payload_bytes, "row_bytes": schema.row_bytes,
-            "columns": [{"key": list(c.key), "dtype": c.dtype, "shape": list(c.shape), "bytes": c.nbytes,
-                         "offset": c.offset} for c in schema.columns]},
-        window={"first_id": counters["first_id"] if size else None, "last_id": end - 1 if size else None,
-                "end_id": end},
-        settings={**{k: config.get(k) for k in ("full", "timeout", "drain")},
-                  **{k: face.get(k) or None for k in ("class", "batch_size", "priority_key", "pin_memory")},
-                  "sampler": sampler, "sampler_arguments": arguments, "ring_bytes": h["ring_bytes"] or None,
-                  "max_collectors": h["max_collectors"], "max_members": h["max_members"]},
+        instance_id=f"{h['instance_id']:016x}",
+        creator_pid=h["creator_pid"],
+        schema=schema
+        and {
+            "payload_bytes": schema.payload_bytes,
+            "row_bytes": schema.row_bytes,
+            "columns": [
+                {"key": list(c.key), "dtype": c.dtype, "shape": list(c.shape), "bytes": c.nbytes, "offset": c.offset}
+                for c in schema.columns
+            ],
+        },
+        window={
+            "first_id": counters["first_id"] if size else None,
+            "last_id": end - 1 if size else None,
+            "end_id": end,
+        },
+        settings={
+            **{k: config.get(k) for k in ("full", "timeout", "drain")},
+            **{k: face.get(k) or None for k in ("class", "batch_size", "priority_key", "pin_memory")},
+            "sampler": sampler,
+            "sampler_arguments": arguments,
+            "ring_bytes": h["ring_bytes"] or None,
+            "max_collectors": h["max_collectors"],
+            "max_members": h["max_members"],
+        },
         config=config,
-        segment={"file_bytes": info["file_bytes"], "allocated_bytes": info["allocated_bytes"],
-                 "configuration_bytes": h["config_bytes"], "rows_bytes": rows_bytes,
-                 "schema_bytes": h["rings_offset"] - h["config_bytes"] - rows_bytes,
-                 "rings_bytes": h["file_bytes"] - h["rings_offset"],  # a ring gets memory when a collector claims it
-                 "rings_allocated_bytes": max(0, info["allocated_bytes"] - h["rings_offset"]),
-                 "rings_in_use": len(collectors)},
-        writer={"pid": counters["writer_pid"] or None, "active": counters["writer_active"],
-                "age_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
-                "transactions": counters["transactions"], "takeovers": counters["takeovers"],
-                **{k: writer[k] for k in ("command", "process_state")}},
-        members=sorted(members, key=lambda m: (not m["alive"], m["since"])), collectors=collectors, counters=counters)
+        segment={
+            "file_bytes": info["file_bytes"],
+            "allocated_bytes": info["allocated_bytes"],
+            "configuration_bytes": h["config_bytes"],
+            "rows_bytes": rows_bytes,
+            "schema_bytes": h["rings_offset"] - h["config_bytes"] - rows_bytes,
+            "rings_bytes": h["file_bytes"] - h["rings_offset"],  # a ring gets memory when a collector claims it
+            "rings_allocated_bytes": max(0, info["allocated_bytes"] - h["rings_offset"]),
+            "rings_in_use": len(collectors),
+        },
+        writer={
+            "pid": counters["writer_pid"] or None,
+            "active": counters["writer_active"],
+            "age_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
+            "transactions": counters["transactions"],
+            "takeovers": counters["takeovers"],
+            **{k: writer[k] for k in ("command", "process_state")},
+        },
+        members=sorted(members, key=lambda m: (not m["alive"], m["since"])),
+        collectors=collectors,
+        counters=counters,
+    )
 
 
 def _process_state(entry: Info) -> str | None:
@@ -150,7 +213,9 @@ def _process_state(entry: Info) -> str | None:
         here = os.stat("/proc/self/ns/pid").st_ino == entry["pid_namespace"]
     except OSError:
         return None
-    same = here and native.process_start_ticks(entry["pid"]) == entry["start_ticks"]  # else the pid means another process
+    same = (
+        here and native.process_start_ticks(entry["pid"]) == entry["start_ticks"]
+    )  # else the pid means another process
     return segment.process_state(entry["pid"]) if same else None
 
 
@@ -172,8 +237,13 @@ def nbytes(n: float | None) -> str:
 def seconds(s: float | None) -> str:
     if s is None or s < 10:
         return "-" if s is None else f"{s:.1f} s"
-    return f"{s:.0f} s" if s < 120 else f"{s / 60:.0f} min" if s < 7200 else (
-        f"{s / 3600:.0f} h" if s < 172_800 else f"{s / 86_400:.0f} d")
+    return (
+        f"{s:.0f} s"
+        if s < 120
+        else f"{s / 60:.0f} min"
+        if s < 7200
+        else (f"{s / 3600:.0f} h" if s < 172_800 else f"{s / 86_400:.0f} d")
+    )
 
 
 def count(n: int | None, what: str = "") -> str:
@@ -213,8 +283,16 @@ def table(*columns: str, title: str | None = None) -> Any:
     from rich import box
     from rich.table import Table
 
-    t = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", header_style="bold",
-              show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    t = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for c in columns:
         t.add_column(c.rstrip(">"), justify="right" if c.endswith(">") else "left", no_wrap=True)
     return t
@@ -250,13 +328,35 @@ def list_command(args: argparse.Namespace) -> int:
     elif not found:
         print(f"no buffers of {'any user' if args.all_users else f'uid {args.owner}'} in {segment.SHM_DIR}")
     else:
-        t = table(*["uid>"] * args.all_users, "name", "rows>", "capacity>", "bytes/row>", "segment>", "memory>",
-                  "attached>", "collectors>", "written>", "age>", "state")
+        t = table(
+            *["uid>"] * args.all_users,
+            "name",
+            "rows>",
+            "capacity>",
+            "bytes/row>",
+            "segment>",
+            "memory>",
+            "attached>",
+            "collectors>",
+            "written>",
+            "age>",
+            "state",
+        )
         for i in found:
-            rows, numbers = ([count(i[k]) for k in keys] for keys in (
-                ("size", "capacity", "row_bytes"), ("processes_alive", "collectors_alive", "rows_total")))
-            t.add_row(*[str(i["owner"])] * args.all_users, printable(i["name"]), *rows, nbytes(i["file_bytes"]),
-                      nbytes(i["allocated_bytes"]), *numbers, seconds(i["age_seconds"]), styled(i["state"]))
+            rows, numbers = (
+                [count(i[k]) for k in keys]
+                for keys in (("size", "capacity", "row_bytes"), ("processes_alive", "collectors_alive", "rows_total"))
+            )
+            t.add_row(
+                *[str(i["owner"])] * args.all_users,
+                printable(i["name"]),
+                *rows,
+                nbytes(i["file_bytes"]),
+                nbytes(i["allocated_bytes"]),
+                *numbers,
+                seconds(i["age_seconds"]),
+                styled(i["state"]),
+            )
         print_rich(t, *(styled(f"{i['name']}: {i['reason']}") for i in found if i["reason"]))
     return 0
 
@@ -288,33 +388,63 @@ def _heading(info: Info) -> Any:
     grid.add_row(info["name"], styled(info["state"]))
     first, last, _ = info["window"].values()
     line("rows", f"{size:,} of {capacity:,} ({size / capacity:.1%})", size and f"row ids {first:,} to {last:,}")
-    line("written", count(c["rows_total"], "row"),
-         c["write_count"] != c["rows_total"] and f"{c['write_count']:,} since the buffer was emptied",
-         *(f"{c[f'{k}_rows']:,} {k}" for k in ("skipped", "dropped", "refused") if c[f"{k}_rows"]),
-         c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
-         c["malformed_records"] and count(c["malformed_records"], "malformed record"))
+    line(
+        "written",
+        count(c["rows_total"], "row"),
+        c["write_count"] != c["rows_total"] and f"{c['write_count']:,} since the buffer was emptied",
+        *(f"{c[f'{k}_rows']:,} {k}" for k in ("skipped", "dropped", "refused") if c[f"{k}_rows"]),
+        c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
+        c["malformed_records"] and count(c["malformed_records"], "malformed record"),
+    )
     line("segment", info["path"], nbytes(seg["file_bytes"]), f"of which {nbytes(seg['allocated_bytes'])} have memory")
     if schema := info["schema"]:
         each, used = schema["row_bytes"], schema["payload_bytes"]
         line("", f"rows {nbytes(seg['rows_bytes'])} (each {each:,} bytes: {used:,} payload, {each - used} padding)")
-        line("", f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
-                 f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)")
+        line(
+            "",
+            f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
+            f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)",
+        )
         line("", f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}")
-    line("owner", f"uid {info['owner']}", f"mode {info['mode']}",
-         f"created {seconds(info['age_seconds'])} ago by pid {info['creator_pid']}",
-         info["unnamed"] and "unnamed: goes with its creator")
+    line(
+        "owner",
+        f"uid {info['owner']}",
+        f"mode {info['mode']}",
+        f"created {seconds(info['age_seconds'])} ago by pid {info['creator_pid']}",
+        info["unnamed"] and "unnamed: goes with its creator",
+    )
     patience = "for ever" if s["timeout"] is None else f"{s['timeout']} s"
-    line("settings", f"full: {s['full']}" + (f" (waits {patience})" if s["full"] == "block" else ""),
-         f"drain: {s['drain']}", f"at most {count(s['max_collectors'], 'collector')}")
+    line(
+        "settings",
+        f"full: {s['full']}" + (f" (waits {patience})" if s["full"] == "block" else ""),
+        f"drain: {s['drain']}",
+        f"at most {count(s['max_collectors'], 'collector')}",
+    )
     if s["class"]:
         arguments = ", ".join(f"{k}={v!r}" for k, v in s["sampler_arguments"].items())
-        line("class", s["class"], f"batch size {s['batch_size'] or 'not set'}", f"sampler {s['sampler']}({arguments})",
-             s["priority_key"] and f"priority key {show_key(tuple(s['priority_key']))}",
-             s["pin_memory"] and "pin_memory")
-    line("writer", *["nobody yet"] if w["pid"] is None else [
-        f"pid {w['pid']} {w['command'] or ''}".strip(), "active" if w["active"] else "idle (gave the role back)",
-        w["process_state"] in ("T", "t") and "stopped (SIGSTOP)", f"last transaction {seconds(w['age_seconds'])} ago" if w["age_seconds"] is not None else "no transaction yet",
-        count(w["transactions"], "transaction"), count(w["takeovers"], "takeover")])
+        line(
+            "class",
+            s["class"],
+            f"batch size {s['batch_size'] or 'not set'}",
+            f"sampler {s['sampler']}({arguments})",
+            s["priority_key"] and f"priority key {show_key(tuple(s['priority_key']))}",
+            s["pin_memory"] and "pin_memory",
+        )
+    line(
+        "writer",
+        *["nobody yet"]
+        if w["pid"] is None
+        else [
+            f"pid {w['pid']} {w['command'] or ''}".strip(),
+            "active" if w["active"] else "idle (gave the role back)",
+            w["process_state"] in ("T", "t") and "stopped (SIGSTOP)",
+            f"last transaction {seconds(w['age_seconds'])} ago"
+            if w["age_seconds"] is not None
+            else "no transaction yet",
+            count(w["transactions"], "transaction"),
+            count(w["takeovers"], "takeover"),
+        ],
+    )
     return grid
 
 
@@ -330,26 +460,51 @@ def _tables(info: Info) -> Iterator[Any]:
     else:
         yield "no schema yet: the first put of any process decides it\n"
     alive = [m for m in members if m["alive"]]
-    dead = members[len(alive):][::-1]  # the latest first
+    dead = members[len(alive) :][::-1]  # the latest first
     if members:
         title = f"attached: {info['processes_alive']} alive"
         t = table("pid>", "command", "roles", "slot>", "since>", "state", title=title)
         for m in alive + dead[:DEAD_SHOWN]:
-            t.add_row(str(m["pid"]), printable(m["command"]), ", ".join(m["roles"]) or "-", count(m["slot"]),
-                      f"{seconds(m['age_seconds'])} ago", living("alive" if m["alive"] else "dead", m["process_state"]))
+            t.add_row(
+                str(m["pid"]),
+                printable(m["command"]),
+                ", ".join(m["roles"]) or "-",
+                count(m["slot"]),
+                f"{seconds(m['age_seconds'])} ago",
+                living("alive" if m["alive"] else "dead", m["process_state"]),
+            )
         yield from (t, *[f"and {len(dead) - DEAD_SHOWN} more dead"] * (len(dead) > DEAD_SHOWN), "")
     if not alive:
         yield "attached read-only (such handles are not listed)\n" if info["attached"] else "nobody is attached\n"
     if collectors:
         from rich.bar import Bar
 
-        t = table("slot>", "pid>", "state", "ring", "fill>", "bytes>", "rows put>", "stored>", "skipped>", "dropped>",
-                  "refused>", "blocked>", title=f"collectors: {info['collectors_alive']} alive")
+        t = table(
+            "slot>",
+            "pid>",
+            "state",
+            "ring",
+            "fill>",
+            "bytes>",
+            "rows put>",
+            "stored>",
+            "skipped>",
+            "dropped>",
+            "refused>",
+            "blocked>",
+            title=f"collectors: {info['collectors_alive']} alive",
+        )
         for c in collectors:
-            t.add_row(str(c["slot"]), str(c["pid"]), living(c["state"], c["process_state"]),
-                      Bar(1.0, 0, c["ring_fill"], width=10), f"{c['ring_fill']:.0%}", count(c["ring_used"]),
-                      *(count(c[f"{k}_rows"]) for k in ("put", "stored", "skipped", "dropped", "refused")),
-                      seconds(c["blocked_seconds"]))
+            t.add_row(
+                str(c["slot"]),
+                str(c["pid"]),
+                living(c["state"], c["process_state"]),
+                Bar(1.0, 0, c["ring_fill"], width=10),
+                f"{c['ring_fill']:.0%}",
+                count(c["ring_used"]),
+                *(count(c[f"{k}_rows"]) for k in ("put", "stored", "skipped", "dropped", "refused")),
+                seconds(c["blocked_seconds"]),
+            )
         yield t
 
 
@@ -389,20 +544,26 @@ def parser() -> argparse.ArgumentParser:
         p.set_defaults(run=run)
         return p
 
-    top = argparse.ArgumentParser(prog="shminfo", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EPILOG,
-                                  description="Look at shmbuf's buffers without disturbing them, and remove them.")
+    top = argparse.ArgumentParser(
+        prog="shminfo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
+        description="Look at shmbuf's buffers without disturbing them, and remove them.",
+    )
     top.add_argument("--version", action="version", version=f"shminfo {__version__}")
     options(top)
     top.add_argument("--all-users", action="store_true", help="everybody's buffers")
     top.set_defaults(run=list_command)
     commands = top.add_subparsers(title="commands", metavar="{list,show,rm}")
     command("list", list_command, "list buffers (also what no command does)").add_argument(
-        "--all-users", action="store_true", default=argparse.SUPPRESS, help="everybody's buffers")
+        "--all-users", action="store_true", default=argparse.SUPPRESS, help="everybody's buffers"
+    )
     command("show", show_command, "show everything about one buffer").add_argument("name")
     rm = command("rm", rm_command, "destroy buffers that nobody is attached to")
     rm.add_argument("names", metavar="name", nargs="+")
-    rm.add_argument("--force", action="store_true",
-                    help="also if somebody is attached (who gets StorageLost) or it is damaged")
+    rm.add_argument(
+        "--force", action="store_true", help="also if somebody is attached (who gets StorageLost) or it is damaged"
+    )
     return top
 
 

@@ -23,9 +23,15 @@ def run(name: str, *, leave_when_alone: bool = False, quiet: bool = False) -> No
     """Drain buffer ``name`` in this process, until it is destroyed or (leave_when_alone) nobody is attached any more."""
     handle = segment.attach(name, presence=False)
     try:
-        others = [m["pid"] for m in handle.members() if m["alive"] and "drainer" in m["roles"] and m["pid"] != os.getpid()]
+        others = [
+            m["pid"] for m in handle.members() if m["alive"] and "drainer" in m["roles"] and m["pid"] != os.getpid()
+        ]
         if not quiet:
-            print(f"shmbuf.drain {name}: pid {os.getpid()} " + (f"stands by, pid {others[0]} drains" if others else "drains"), flush=True)
+            print(
+                f"shmbuf.drain {name}: pid {os.getpid()} "
+                + (f"stands by, pid {others[0]} drains" if others else "drains"),
+                flush=True,
+            )
         handle.drain_until(leave_when_alone)
     finally:
         handle.close()

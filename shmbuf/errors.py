@@ -3,9 +3,23 @@ caller would expect to catch."""
 
 from __future__ import annotations
 
-__all__ = ["BufferExists", "BufferFormatError", "BufferInUse", "BufferNotFound", "CommitInterrupted", "CommitPending",
-           "ConcurrentUse", "Lapped", "NotEnoughMemory", "NotEnoughRows", "RingFull", "SchemaError", "ShmbufError",
-           "StorageLost", "TooManyCollectors"]
+__all__ = [
+    "BufferExists",
+    "BufferFormatError",
+    "BufferInUse",
+    "BufferNotFound",
+    "CommitInterrupted",
+    "CommitPending",
+    "ConcurrentUse",
+    "Lapped",
+    "NotEnoughMemory",
+    "NotEnoughRows",
+    "RingFull",
+    "SchemaError",
+    "ShmbufError",
+    "StorageLost",
+    "TooManyCollectors",
+]
 
 
 class ShmbufError(Exception):

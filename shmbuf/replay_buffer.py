@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from shmbuf.buffer import Buffer, Ticket
+from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, SchemaError
 from shmbuf.samplers import SAMPLERS, RandomSampler
 from shmbuf.schema import Key, as_key
 from shmbuf.storage import ShmStorage
+from shmbuf.ticket import Ticket
 
 Self = TypeVar("Self", bound="ReplayBuffer")
 _FACES: dict[str, type[ReplayBuffer]] = {}
@@ -47,14 +48,22 @@ class ReplayBuffer:
         super().__init_subclass__(**kw)
         _FACES.setdefault(cls.__name__, cls)
 
-    def __init__(self, *, storage: ShmStorage | None = None, sampler: RandomSampler | None = None, batch_size: int | None = None,
-                 pin_memory: bool = False):
+    def __init__(
+        self,
+        *,
+        storage: ShmStorage | None = None,
+        sampler: RandomSampler | None = None,
+        batch_size: int | None = None,
+        pin_memory: bool = False,
+    ):
         storage = storage() if callable(storage) and not isinstance(storage, ShmStorage) else storage
         sampler = sampler() if callable(sampler) else sampler
         if storage is not None and not isinstance(storage, ShmStorage):
             raise TypeError(f"storage is a ShmStorage, not {type(storage).__name__}")
         if sampler is not None and not isinstance(sampler, tuple(SAMPLERS.values())):
-            raise TypeError(f"sampler is one of {', '.join(c.__name__ for c in SAMPLERS.values())}, not {type(sampler).__name__}")
+            raise TypeError(
+                f"sampler is one of {', '.join(c.__name__ for c in SAMPLERS.values())}, not {type(sampler).__name__}"
+            )
         self._storage = storage if storage is not None else ShmStorage(1000)
         self._sampler = sampler or RandomSampler()
         self._batch_size = _positive(batch_size)
@@ -62,9 +71,15 @@ class ReplayBuffer:
         self._pin = pin_memory and torch.cuda.is_available()
         self._lock = threading.Lock()
         _ALL.add(self)
-        self._storage.open({"class": next(c.__name__ for c in type(self).__mro__ if c in _FACES.values()),
-                            "batch_size": self._batch_size, "priority_key": list(self._priority_key or ()), "pin_memory": pin_memory,
-                            "sampler": [self._sampler.name, self._sampler.arguments()]})
+        self._storage.open(
+            {
+                "class": next(c.__name__ for c in type(self).__mro__ if c in _FACES.values()),
+                "batch_size": self._batch_size,
+                "priority_key": list(self._priority_key or ()),
+                "pin_memory": pin_memory,
+                "sampler": [self._sampler.name, self._sampler.arguments()],
+            }
+        )
 
     @classmethod
     def _over(cls: type[Self], buffer: Buffer, face: Mapping[str, Any]) -> Self:
@@ -126,9 +141,11 @@ class ReplayBuffer:
             if not data:
                 return TensorDict({}, batch_size=[0])
             if not all(is_tensor_collection(d) for d in data):
-                raise SchemaError(f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}")
+                raise SchemaError(
+                    f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}"
+                )
             try:
-                return torch.stack(list(data))
+                return torch.stack(list(data))  # type: ignore[return-value]
             except (RuntimeError, KeyError) as e:
                 raise SchemaError(f"the {len(data)} TensorDicts of the list cannot be stacked: {e}") from None
         if is_tensor_collection(data):
@@ -137,12 +154,21 @@ class ReplayBuffer:
 
     @staticmethod
     def _collect(data: Any, batch_size: list | None) -> TensorDictBase:
-        raise SchemaError(f"rows are a TensorDict{'' if batch_size is not None else ' or a list of them'}, not {type(data).__name__}")
+        raise SchemaError(
+            f"rows are a TensorDict{'' if batch_size is not None else ' or a list of them'}, not {type(data).__name__}"
+        )
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None, *,
-               out: TensorDictBase | None = None, timeout: float | None = 0.0) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+    ) -> Any:
         """A batch, as copies, with "index" (the slot) and "row_id" (64-bit, never repeats).
 
         Args:
@@ -157,8 +183,10 @@ class ReplayBuffer:
         n = _positive(batch_size) if batch_size is not None else self._batch_size
         if n is None:
             if out is None:
-                raise RuntimeError("batch_size not specified. You can specify the batch_size when constructing the replay buffer, "
-                                   "or pass it to the sample method.")
+                raise RuntimeError(
+                    "batch_size not specified. You can specify the batch_size when constructing the replay buffer, "
+                    "or pass it to the sample method."
+                )
             n = out.batch_size[0]
         td = self._sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin)
         if return_info or include_info:
@@ -255,8 +283,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
 class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` whose `sample` takes TorchRL's other order of arguments."""
 
-    def sample(self, batch_size: int | None = None, include_info: bool | None = None, return_info: bool = False, *,  # type: ignore[override]
-               out: TensorDictBase | None = None, timeout: float | None = 0.0) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        include_info: bool | None = None,
+        return_info: bool = False,
+        *,  # type: ignore[override]
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+    ) -> Any:
         return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout)
 
 
@@ -272,7 +307,9 @@ def _unpickle(cls: type[ReplayBuffer], buffer: Buffer, batch_size: int | None) -
     return cls._over(buffer, {**buffer.config.get("face", {}), "batch_size": batch_size})
 
 
-def attach(name: str, *, owner: int | None = None, readonly: bool = False, batch_size: int | None = None) -> ReplayBuffer:
+def attach(
+    name: str, *, owner: int | None = None, readonly: bool = False, batch_size: int | None = None
+) -> ReplayBuffer:
     """The replay buffer of that name, in any process, at any time: same class, same methods.
 
     Args:
@@ -288,5 +325,7 @@ def attach(name: str, *, owner: int | None = None, readonly: bool = False, batch
     cls = _FACES.get(face.get("class", "ReplayBuffer"))
     if cls is None:
         buffer.close()
-        raise BufferFormatError(f"buffer {name!r} was made by class {face['class']!r}, which this process does not know")
+        raise BufferFormatError(
+            f"buffer {name!r} was made by class {face['class']!r}, which this process does not know"
+        )
     return cls._over(buffer, {**face, **({} if batch_size is None else {"batch_size": batch_size})})

@@ -18,8 +18,15 @@ class RandomSampler:
         """What another process needs to rebuild it."""
         return {}
 
-    def sample(self, storage: ShmStorage, batch_size: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0,
-               pin: bool = False) -> TensorDictBase:
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+    ) -> TensorDictBase:
         return storage.draw(batch_size, out=out, timeout=timeout, pin=pin)
 
     def __repr__(self) -> str:

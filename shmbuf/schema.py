@@ -6,6 +6,7 @@ columns are their raw bits (uint16, uint32, uint8).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,13 +30,43 @@ class DType(NamedTuple):
     formats: str  # buffer-protocol codes of that dtype
 
 
-_RAW = {"bfloat16": "uint16", "complex32": "uint32", **{f"float8_{f}": "uint8" for f in
-        ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}}
-_FORMATS = {"bool": "?", "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i",
-            "uint64": "L|Q", "int64": "l|q", "float16": "e", "float32": "f", "float64": "d", "complex64": "Zf",
-            "complex128": "Zd"}
-_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
-          "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+_RAW = {
+    "bfloat16": "uint16",
+    "complex32": "uint32",
+    **{f"float8_{f}": "uint8" for f in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
+}
+_FORMATS = {
+    "bool": "?",
+    "uint8": "B",
+    "int8": "b",
+    "uint16": "H",
+    "int16": "h",
+    "uint32": "I",
+    "int32": "i",
+    "uint64": "L|Q",
+    "int64": "l|q",
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+    "complex64": "Zf",
+    "complex128": "Zd",
+}
+_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
 DTYPES: dict[str, DType] = {name: DType(_BYTES[name], name, f"|{f}|") for name, f in _FORMATS.items()}
 DTYPES.update({name: DTYPES[raw]._replace(numpy=raw) for name, raw in _RAW.items()})
 
@@ -47,16 +78,22 @@ def dtype_name(dtype: Any) -> str:
         SchemaError: no dtype of fixed size that torch has.
     """
     name = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype.__name__
-    name = {"float": "float32" if not isinstance(dtype, type) else "float64", "double": "float64", "half": "float16",
-            "int": "int64", "long": "int64", "bool_": "bool", "cfloat": "complex64", "cdouble": "complex128",
-            "chalf": "complex32"}.get(name, name)
+    name = {
+        "float": "float32" if not isinstance(dtype, type) else "float64",
+        "double": "float64",
+        "half": "float16",
+        "int": "int64",
+        "long": "int64",
+        "bool_": "bool",
+        "cfloat": "complex64",
+        "cdouble": "complex128",
+        "chalf": "complex32",
+    }.get(name, name)
     if name not in DTYPES:
         import numpy as np
 
-        try:
+        with contextlib.suppress(TypeError):
             name = np.dtype(dtype).newbyteorder("=").name
-        except TypeError:
-            pass
     if name not in DTYPES:
         raise SchemaError(f"dtype {dtype!r} cannot be stored; a column is one of {', '.join(DTYPES)}")
     return name
@@ -77,8 +114,10 @@ def as_key(key: Any) -> Key:
     except UnicodeEncodeError:
         raise SchemaError(f"key {key!r} is not valid text (lone surrogates cannot be encoded)") from None
     if size > MAX_KEY_BYTES or len(parts) > MAX_DEPTH:
-        raise SchemaError(f"key {show_key(parts)[:80]}… has {size} bytes in {len(parts)} parts; "
-                          f"at most {MAX_KEY_BYTES} bytes in {MAX_DEPTH} parts")
+        raise SchemaError(
+            f"key {show_key(parts)[:80]}… has {size} bytes in {len(parts)} parts; "
+            f"at most {MAX_KEY_BYTES} bytes in {MAX_DEPTH} parts"
+        )
     return parts
 
 
@@ -144,8 +183,11 @@ class Schema:
             if c.dtype not in DTYPES:
                 raise SchemaError(f"key {show_key(c.key)}: dtype {c.dtype!r} is unknown")
             if len(c.shape) > MAX_DIMS or any(not isinstance(d, int) or d < 0 for d in c.shape):
-                raise SchemaError(f"key {show_key(c.key)}: shape of {len(c.shape)} dimensions; at most {MAX_DIMS}, none negative"
-                                  if len(c.shape) > MAX_DIMS else f"key {show_key(c.key)}: shape {c.shape} is none")
+                raise SchemaError(
+                    f"key {show_key(c.key)}: shape of {len(c.shape)} dimensions; at most {MAX_DIMS}, none negative"
+                    if len(c.shape) > MAX_DIMS
+                    else f"key {show_key(c.key)}: shape {c.shape} is none"
+                )
             if c.key in seen:
                 raise SchemaError(f"key {show_key(c.key)} is given twice")
             seen.add(c.key)
@@ -191,8 +233,10 @@ class Schema:
         columns = []
         for key, leaf in leaves.items():
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-                raise SchemaError(f"key {show_key(key)}: got {type(leaf).__name__}, expected an array or tensor; "
-                                  "non-tensor leaves cannot be stored")
+                raise SchemaError(
+                    f"key {show_key(key)}: got {type(leaf).__name__}, expected an array or tensor; "
+                    "non-tensor leaves cannot be stored"
+                )
             try:
                 columns.append(Column(key, dtype_name(leaf.dtype), tuple(int(d) for d in leaf.shape[batch_dims:])))
             except SchemaError as e:
@@ -221,8 +265,15 @@ class Schema:
         for path in nodes:
             out.add_node(nodes[path[:-1]] if path else 0, sys.intern(path[-1]) if path else "", self.nodes[path])
         for i, c in enumerate(self.columns):
-            out.add(c.offset, c.nbytes, list(c.shape), DTYPES[c.dtype].formats, dtypes[i] if dtypes else None,
-                    nodes[c.key[:-1]], sys.intern(c.key[-1]))
+            out.add(
+                c.offset,
+                c.nbytes,
+                list(c.shape),
+                DTYPES[c.dtype].formats,
+                dtypes[i] if dtypes else None,
+                nodes[c.key[:-1]],
+                sys.intern(c.key[-1]),
+            )
         return out
 
     def differences(self, got: Mapping[Key, tuple[str, tuple[int, ...]]]) -> list[str]:
@@ -232,7 +283,9 @@ class Schema:
         missing = [k for k in self.keys if k not in got]
         extra = [k for k in got if k not in expected]
         for key in missing:
-            near = [x for x in extra if x[-1].casefold().strip("_ ") == key[-1].casefold().strip("_ ") or x[-1] == key[-1]]
+            near = [
+                x for x in extra if x[-1].casefold().strip("_ ") == key[-1].casefold().strip("_ ") or x[-1] == key[-1]
+            ]
             hint = f" (did you mean it by {show_key(near[0])}?)" if near else ""
             out.append(f"key {show_key(key)} is missing, expected {expected[key]}{hint}")
         out += [f"key {show_key(key)} is not in the schema, got {got[key][0]}{list(got[key][1])}" for key in extra]

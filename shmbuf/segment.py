@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -15,8 +16,14 @@ from typing import Any
 import posix_ipc
 
 from shmbuf._extension import native
-from shmbuf.errors import (BufferExists, BufferFormatError, BufferInUse, BufferNotFound, NotEnoughMemory, SchemaError,
-                           StorageLost)
+from shmbuf.errors import (
+    BufferExists,
+    BufferFormatError,
+    BufferInUse,
+    BufferNotFound,
+    NotEnoughMemory,
+    StorageLost,
+)
 from shmbuf.schema import Schema
 
 SHM_DIR = "/dev/shm"
@@ -42,7 +49,7 @@ def path_of(name: str, owner: int | None = None) -> str:
 def names(owner: int | None = None) -> list[str]:
     """Buffers of one user (default: this one), by name."""
     prefix = file_name("", owner)
-    return sorted(f[len(prefix):] for f in os.listdir(SHM_DIR) if f.startswith(prefix))
+    return sorted(f[len(prefix) :] for f in os.listdir(SHM_DIR) if f.startswith(prefix))
 
 
 def process_state(pid: int) -> str | None:
@@ -77,8 +84,12 @@ def _cgroup_headroom() -> int | None:
         if controllers == "":
             root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "
         elif "memory" in controllers.split(","):
-            root, limit, usage, cache = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                         "total_inactive_file ")
+            root, limit, usage, cache = (
+                "/sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file ",
+            )
         else:
             continue
         while True:
@@ -112,25 +123,41 @@ def _shm_free() -> int:
 
 def require_memory(need: int, what: str) -> None:
     """The OOM killer comes before ENOSPC does, so look first. Raises NotEnoughMemory."""
-    left = {"/dev/shm": _shm_free(), "the machine (MemAvailable)": _mem_available(), "the memory cgroup": _cgroup_headroom()}
+    left = {
+        "/dev/shm": _shm_free(),
+        "the machine (MemAvailable)": _mem_available(),
+        "the memory cgroup": _cgroup_headroom(),
+    }
     where, least = min(((k, v) for k, v in left.items() if v is not None), key=lambda kv: kv[1])
     if need + _HEADROOM > least:
         raise NotEnoughMemory(_too_little(need, what, where, least))
 
 
 def _too_little(need: int, what: str, where: str, left: int) -> str:
-    remedy = {"/dev/shm": "Enlarge it (docker: --shm-size=… or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
-                          "else: mount -o remount,size=… /dev/shm)",
-              "the memory cgroup": "Raise the container's or job's memory limit"}.get(where, "Free memory")
-    return (f"{what} needs {need:,} bytes, {where} has {left:,} left. {remedy}, choose a smaller capacity, or remove "
-            "buffers nobody needs (`shminfo` lists them). Nothing was created.")
+    remedy = {
+        "/dev/shm": "Enlarge it (docker: --shm-size=… or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
+        "else: mount -o remount,size=… /dev/shm)",
+        "the memory cgroup": "Raise the container's or job's memory limit",
+    }.get(where, "Free memory")
+    return (
+        f"{what} needs {need:,} bytes, {where} has {left:,} left. {remedy}, choose a smaller capacity, or remove "
+        "buffers nobody needs (`shminfo` lists them). Nothing was created."
+    )
 
 
 # ---- create, attach, build, destroy ----------------------------------------------------------------------------
 
 
-def create(name: str | None, *, capacity: int, max_collectors: int, ring_bytes: int, config: bytes, mode: int,
-           group: str | int | None) -> tuple[str, Any]:
+def create(
+    name: str | None,
+    *,
+    capacity: int,
+    max_collectors: int,
+    ring_bytes: int,
+    config: bytes,
+    mode: int,
+    group: str | int | None,
+) -> tuple[str, Any]:
     """A configuration segment under ``name`` (None: a random one that dies with its owner) and a handle on it."""
     if not hasattr(os, "O_TMPFILE"):
         raise OSError("shmbuf needs O_TMPFILE (Linux 3.11)")
@@ -176,13 +203,17 @@ def _exists_text(name: str) -> str:
         handle = attach(name, watch=True)
         h, live = handle.header, [m for m in handle.members() if m["alive"]]
         age = time.time() - h["created"]
-        what = (f" ({handle.size:,} of {h['capacity']:,} rows, created {age:,.0f} s ago, "
-                f"{'attached: pid ' + ', '.join(str(m['pid']) for m in live[:8]) if live else 'nobody attached'})")
+        what = (
+            f" ({handle.size:,} of {h['capacity']:,} rows, created {age:,.0f} s ago, "
+            f"{'attached: pid ' + ', '.join(str(m['pid']) for m in live[:8]) if live else 'nobody attached'})"
+        )
         handle.close()
     except (OSError, ValueError, RuntimeError):
         pass
-    return (f"a buffer named {name!r} exists{what}. Attach to it: shmbuf.attach({name!r}) or exists=\"attach\"; "
-            f"replace it when nobody is attached: exists=\"replace\"; remove it: shmbuf.destroy({name!r}) or `shminfo rm {name}`.")
+    return (
+        f'a buffer named {name!r} exists{what}. Attach to it: shmbuf.attach({name!r}) or exists="attach"; '
+        f'replace it when nobody is attached: exists="replace"; remove it: shmbuf.destroy({name!r}) or `shminfo rm {name}`.'
+    )
 
 
 def _check_file(name: str, owner: int | None, readonly: bool) -> None:
@@ -194,23 +225,32 @@ def _check_file(name: str, owner: int | None, readonly: bool) -> None:
     if not stat.S_ISREG(st.st_mode):
         raise BufferFormatError(f"{path} is no regular file (mode {stat.filemode(st.st_mode)}); it is not opened")
     if st.st_mode & 0o002:
-        raise BufferFormatError(f"{path} is writable by everybody (mode {stat.filemode(st.st_mode)}); it is not trusted")
+        raise BufferFormatError(
+            f"{path} is writable by everybody (mode {stat.filemode(st.st_mode)}); it is not trusted"
+        )
     wanted = os.getuid() if owner is None else owner
     if st.st_uid != wanted and not readonly:
-        raise BufferFormatError(f"{path} belongs to uid {st.st_uid}, not {wanted}; it is not trusted. Look with readonly=True")
+        raise BufferFormatError(
+            f"{path} belongs to uid {st.st_uid}, not {wanted}; it is not trusted. Look with readonly=True"
+        )
 
 
 def _not_found_text(name: str, owner: int | None) -> str:
     known = names(owner)
-    others = sorted(f.split(".")[1] for f in os.listdir(SHM_DIR)
-                    if re.fullmatch(rf"shmbuf\.\d+\.{re.escape(name)}", f) and f != file_name(name, owner))
+    others = sorted(
+        f.split(".")[1]
+        for f in os.listdir(SHM_DIR)
+        if re.fullmatch(rf"shmbuf\.\d+\.{re.escape(name)}", f) and f != file_name(name, owner)
+    )
     text = f"no buffer named {name!r}"
     if others:
         text += f"; uid {', '.join(others)} has one: attach(name, owner=…)"
     return text + f". Known: {', '.join(known[:20]) if known else 'none'}."
 
 
-def attach(name: str, *, owner: int | None = None, readonly: bool = False, watch: bool = False, presence: bool = True) -> Any:
+def attach(
+    name: str, *, owner: int | None = None, readonly: bool = False, watch: bool = False, presence: bool = True
+) -> Any:
     """A handle on an existing segment. ``watch``: read-only and invisible (no presence, no member entry).
 
     Raises:
@@ -226,8 +266,10 @@ def attach(name: str, *, owner: int | None = None, readonly: bool = False, watch
         except posix_ipc.ExistentialError:
             continue
         except posix_ipc.PermissionsError:
-            raise PermissionError(f"{path_of(name, owner)}: this user may not open it"
-                                  + ("" if readonly else " for writing; look with readonly=True")) from None
+            raise PermissionError(
+                f"{path_of(name, owner)}: this user may not open it"
+                + ("" if readonly else " for writing; look with readonly=True")
+            ) from None
         inodes = [os.fstat(fd) for fd in fds]
         if inodes[0].st_ino != inodes[1].st_ino or not inodes[0].st_nlink:  # replaced between the two
             for fd in fds:
@@ -312,9 +354,14 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         lock_fd = _open("/" + file_name(name, owner), False)
         if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
             live = [m for m in handle.members() if m["alive"] and m["pid"] != os.getpid()]
-            who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8]) or "this process, or a read-only handle of another"
-            raise BufferInUse(f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
-                              f"`shminfo rm --force {name}` to take it from under them.")
+            who = (
+                ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8])
+                or "this process, or a read-only handle of another"
+            )
+            raise BufferInUse(
+                f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
+                f"`shminfo rm --force {name}` to take it from under them."
+            )
         handle.mark_destroyed()
         posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
     except posix_ipc.ExistentialError:
@@ -342,7 +389,7 @@ def stale_unnamed() -> Iterator[str]:
 
 def collect_unnamed() -> None:
     for name in list(stale_unnamed()):  # a list: the generator holds a lock while it yields
-        try:
+        with contextlib.suppress(
+            BufferNotFound, BufferInUse, BufferFormatError
+        ):  # somebody was faster, or it is not ours
             destroy(name)
-        except (BufferNotFound, BufferInUse, BufferFormatError):
-            pass  # somebody else was faster, or it is no buffer of ours

@@ -11,25 +11,30 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
 
 from shmbuf._extension import native
-from shmbuf.buffer import Buffer, Ticket, _seconds
+from shmbuf.buffer import Buffer
 from shmbuf.errors import SchemaError
-from shmbuf.schema import Column, Key, Schema, dtype_name, flatten, show_key
+from shmbuf.schema import Column, Key, Schema, flatten, show_key
+from shmbuf.ticket import Ticket, seconds_of
 
-_ADDED = frozenset({("index",), ("row_id",), ("priority_weight",)})  # what sample() adds, so that a sample can be stored again
+_ADDED = frozenset(
+    {("index",), ("row_id",), ("priority_weight",)}
+)  # what sample() adds, so that a sample can be stored again
 
 
 def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
 
-def tensor_leaves(td: TensorDictBase, prefix: Key = ()) -> dict[Key, torch.Tensor]:
+def tensor_leaves(td: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
     """Leaves by key, nested ones too. Raises SchemaError for a non-tensor leaf, naming it."""
     out: dict[Key, torch.Tensor] = {}
     for name, value in td.items():
         key = (*prefix, name)
         if is_non_tensor(value):
-            raise SchemaError(f"key {show_key(key)}: non-tensor data ({type(getattr(value, 'data', value)).__name__}) cannot be "
-                              "stored; encode it as a tensor of fixed shape")
+            raise SchemaError(
+                f"key {show_key(key)}: non-tensor data ({type(getattr(value, 'data', value)).__name__}) cannot be "
+                "stored; encode it as a tensor of fixed shape"
+            )
         if is_tensor_collection(value):
             out.update(tensor_leaves(value, key))
         elif isinstance(value, torch.Tensor):
@@ -42,8 +47,10 @@ def tensor_leaves(td: TensorDictBase, prefix: Key = ()) -> dict[Key, torch.Tenso
 def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
     """The same values as a contiguous CPU tensor without autograd, conjugation or subclass."""
     if t.is_nested or t.layout != torch.strided:
-        raise SchemaError(f"key {show_key(key)}: got a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor, "
-                          "expected a dense one (.to_dense())")
+        raise SchemaError(
+            f"key {show_key(key)}: got a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor, "
+            "expected a dense one (.to_dense())"
+        )
     if t.device.type == "meta":
         raise SchemaError(f"key {show_key(key)}: got a meta tensor, which has no values")
     return t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
@@ -66,7 +73,7 @@ def make_tensordict(keys: tuple[Key, ...], leaves: list[torch.Tensor], batch: to
 
 
 def _wrap(node: dict[str, Any], batch: torch.Size) -> TensorDict:
-    source = {k: _wrap(v, batch) if type(v) is dict else v for k, v in node.items()}
+    source: dict[Any, Any] = {k: _wrap(v, batch) if type(v) is dict else v for k, v in node.items()}
     return TensorDict._new_unsafe(source, batch_size=batch, nested=False)
 
 
@@ -93,17 +100,43 @@ class ShmStorage:
 
     ndim = 1
 
-    def __init__(self, max_size: int, *, name: str | None = None, schema: Mapping | Schema | None = None,
-                 example: TensorDictBase | Mapping | None = None, device: Any = "cpu", ndim: int = 1, max_collectors: int = 256,
-                 ring_bytes: int | None = None, full: str = "block", timeout: float | None = None, mode: int = 0o600,
-                 group: str | int | None = None, drain: str = "thread", exists: str = "error"):
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        name: str | None = None,
+        schema: Mapping | Schema | None = None,
+        example: TensorDictBase | Mapping | None = None,
+        device: Any = "cpu",
+        ndim: int = 1,
+        max_collectors: int = 256,
+        ring_bytes: int | None = None,
+        full: str = "block",
+        timeout: float | None = None,
+        mode: int = 0o600,
+        group: str | int | None = None,
+        drain: str = "thread",
+        exists: str = "error",
+    ):
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
         if ndim != 1:
             raise ValueError(f"ndim={ndim}: a row has one batch dimension here; reshape [B, T] batches to [B * T]")
         self.device = torch.device("cpu")
-        self._make = dict(name=name, capacity=max_size, schema=schema, example=example, max_collectors=max_collectors, mode=mode,
-                          ring_bytes=ring_bytes, full=full, timeout=timeout, group=group, drain=drain, exists=exists)
+        self._make: dict[str, Any] = dict(
+            name=name,
+            capacity=max_size,
+            schema=schema,
+            example=example,
+            max_collectors=max_collectors,
+            mode=mode,
+            ring_bytes=ring_bytes,
+            full=full,
+            timeout=timeout,
+            group=group,
+            drain=drain,
+            exists=exists,
+        )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
@@ -127,7 +160,9 @@ class ShmStorage:
                     Schema.from_spec(make["schema"]).require_same(shown, "the example")
                 make["schema"] = make["schema"] or shown
             elif example is not None:
-                make["example"] = {k: plain(k, v).numpy() if isinstance(v, torch.Tensor) else v for k, v in flatten(example).items()}
+                make["example"] = {
+                    k: plain(k, v).numpy() if isinstance(v, torch.Tensor) else v for k, v in flatten(example).items()
+                }
             self._buffer = Buffer.create(**make, config={"face": dict(face)})
         return self._buffer
 
@@ -158,26 +193,42 @@ class ShmStorage:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def put(self, td: TensorDictBase, *, wake: bool = True, timeout: float | None = None, single: bool = False,
-            priority_key: Key | None = None) -> Ticket:
+    def put(
+        self,
+        td: TensorDictBase,
+        *,
+        wake: bool = True,
+        timeout: float | None = None,
+        single: bool = False,
+        priority_key: Key | None = None,
+    ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
         The ticket's ``wait`` gives a LongTensor of indices. Errors: see `Buffer.put`.
         """
         schema = self._ready
-        if schema is not None and type(td) is TensorDict:
+        if schema is not None and self._buffer is not None and type(td) is TensorDict:
             batch = td.batch_size
             if len(batch) == (0 if single else 1):
-                ticket = self._buffer.submit(self._columns, td, -1 if single else batch[0], wake=wake, timeout=timeout,  # type: ignore[union-attr]
-                                             tensors=True, convert=_as_indices)
+                ticket = self._buffer.submit(
+                    self._columns,
+                    td,
+                    -1 if single else batch[0],
+                    wake=wake,
+                    timeout=timeout,  # type: ignore[union-attr]
+                    tensors=True,
+                    convert=_as_indices,
+                )
                 if ticket is not None:
                     return ticket
         leaves, n = self._convert(td, single, priority_key)
         if n == 0:
             ticket = self.buffer._nothing()
-            ticket._convert = _as_indices
+            ticket.convert = _as_indices
             return ticket
-        ticket = self.buffer.submit(self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True, convert=_as_indices)
+        ticket = self.buffer.submit(
+            self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True, convert=_as_indices
+        )
         assert ticket is not None, "converted rows fit"
         return ticket
 
@@ -187,14 +238,26 @@ class ShmStorage:
             raise SchemaError(f"rows are a TensorDict, not {type(td).__name__}")
         batch = tuple(td.batch_size)
         if len(batch) != (0 if single else 1):
-            what = "add() takes one row, batch size []" if single else "extend() and put() take a batch of rows, batch size [n]"
-            hint = "" if len(batch) < 2 else (" To store every step as a row: td.reshape(-1); to store each of the "
-                                              f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}].")
+            what = (
+                "add() takes one row, batch size []"
+                if single
+                else "extend() and put() take a batch of rows, batch size [n]"
+            )
+            hint = (
+                ""
+                if len(batch) < 2
+                else (
+                    " To store every step as a row: td.reshape(-1); to store each of the "
+                    f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}]."
+                )
+            )
             raise SchemaError(f"got batch size {list(batch)}: {what}.{hint} Nothing was stored.")
         schema = self.buffer.schema
         leaves = tensor_leaves(td)
         known = set(schema.keys) if schema is not None else set()
-        for key in [k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known]:
+        for key in [
+            k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known
+        ]:
             del leaves[key]
         leaves = {k: plain(k, t) for k, t in leaves.items()}
         lead = 0 if single else 1
@@ -226,12 +289,20 @@ class ShmStorage:
     def _fresh(self, n: int, pin: bool) -> list[torch.Tensor]:
         """Uninitialised [n, *shape] tensors: the columns, then int64 index and row_id."""
         if pin:
-            return [torch.empty((n, *s), dtype=d, pin_memory=True) for s, d in [*self._specs, ((), torch.int64), ((), torch.int64)]]
+            return [
+                torch.empty((n, *s), dtype=d, pin_memory=True)
+                for s, d in [*self._specs, ((), torch.int64), ((), torch.int64)]
+            ]
         if self._templates[0] != n:  # empty_like of a kept tensor is the fastest way to a fresh one
-            self._templates = (n, [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [torch.empty(n, dtype=torch.int64)] * 2)
+            self._templates = (
+                n,
+                [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [torch.empty(n, dtype=torch.int64)] * 2,
+            )
         return [torch.empty_like(t) for t in self._templates[1]]
 
-    def draw(self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False) -> TensorDictBase:
+    def draw(
+        self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False
+    ) -> TensorDictBase:
         """n rows drawn uniformly with replacement, with "index" (slot) and "row_id"; into ``out``'s tensors if given.
 
         Raises NotEnoughRows, Lapped, SchemaError (of out).
@@ -250,7 +321,7 @@ class ShmStorage:
             *columns, ids, slots = [t.data_ptr() for t in leaves]
         else:
             *columns, ids, slots = self._into(out, n)
-        buffer.draw_into(self._columns, columns, n, ids, slots, _seconds(timeout))
+        buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
         if out is not None:
             return out
         return make_tensordict((*schema.keys, ("row_id",), ("index",)), leaves, torch.Size((n,)))
@@ -269,10 +340,20 @@ class ShmStorage:
         for c in self._out_schema.columns:
             t = leaves.get(c.key)
             if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
-                raise SchemaError(f"out, key {show_key(c.key)}: got {'nothing' if t is None else f'{t.dtype}{list(t.shape[1:])}'}, "
-                                  f"expected {c}")
-            if t.layout != torch.strided or not t.is_contiguous() or t.device.type != "cpu" or t.is_neg() or t.is_conj():
-                raise SchemaError(f"out, key {show_key(c.key)}: has to be a plain contiguous CPU tensor to be written into")
+                raise SchemaError(
+                    f"out, key {show_key(c.key)}: got {'nothing' if t is None else f'{t.dtype}{list(t.shape[1:])}'}, "
+                    f"expected {c}"
+                )
+            if (
+                t.layout != torch.strided
+                or not t.is_contiguous()
+                or t.device.type != "cpu"
+                or t.is_neg()
+                or t.is_conj()
+            ):
+                raise SchemaError(
+                    f"out, key {show_key(c.key)}: has to be a plain contiguous CPU tensor to be written into"
+                )
         return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
     def get(self, index: Any) -> Any:
@@ -323,10 +404,11 @@ class ShmStorage:
         self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], np.arange(n, dtype=np.int64))
         if chosen[0].key == key:
             return leaves[0]
-        return make_tensordict(tuple(c.key[len(key):] for c in chosen), leaves, torch.Size((n,)))
+        return make_tensordict(tuple(c.key[len(key) :] for c in chosen), leaves, torch.Size((n,)))
 
     def __repr__(self) -> str:
-        return f"ShmStorage({self._buffer!r})" if self._buffer is not None else f"ShmStorage({self._make['name']!r}, {self.max_size:,} rows, not made yet)"
-
-
-__all__ = ["ShmStorage", "dtype_name", "make_tensordict", "plain", "tensor_leaves"]
+        return (
+            f"ShmStorage({self._buffer!r})"
+            if self._buffer is not None
+            else f"ShmStorage({self._make['name']!r}, {self.max_size:,} rows, not made yet)"
+        )

@@ -63,7 +63,7 @@ def make_name() -> Iterator[Callable[[], str]]:
     yield make
     for name in segment.names():
         if name.startswith(prefix):
-            with suppress(ShmbufError, OSError):
+            with suppress(ShmbufError, OSError, RuntimeError):
                 segment.destroy(name, force=True)
             with suppress(OSError):
                 os.unlink(segment.path_of(name))

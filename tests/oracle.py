@@ -19,7 +19,9 @@ def payload(who: np.ndarray, k: np.ndarray, words: int = WORDS) -> np.ndarray:
     """uint64[n, words], another one for every (who, k, word): splitmix64's finaliser."""
     with np.errstate(over="ignore"):
         x = (who.astype(np.uint64) << np.uint64(40)) ^ k.astype(np.uint64)
-        x = x[:, None] * np.uint64(0x9E3779B97F4A7C15) + np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        x = x[:, None] * np.uint64(0x9E3779B97F4A7C15) + np.arange(1, words + 1, dtype=np.uint64) * np.uint64(
+            0xD1342543DE82EF95
+        )
         for shift, by in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(by)
         return x ^ (x >> np.uint64(31))
@@ -78,7 +80,9 @@ def check(buffer: Buffer, acks: np.ndarray, largest_put: int, *, whole: bool = F
             k = rows["k"][rows["who"] == who]
             assert (np.diff(k) == 1).all(), f"writer {who}: not consecutive: {k[:20]} … (lost, doubled or out of order)"
             stored = int(k[-1]) + 1
-            assert acks[who] <= stored <= acks[who] + largest_put, f"writer {who}: {acks[who]} acknowledged, {stored} stored"
+            assert acks[who] <= stored <= acks[who] + largest_put, (
+                f"writer {who}: {acks[who]} acknowledged, {stored} stored"
+            )
             if whole:
                 assert k[0] == 0, f"writer {who}: rows before {k[0]} are gone"
     if whole:
@@ -86,6 +90,10 @@ def check(buffer: Buffer, acks: np.ndarray, largest_put: int, *, whole: bool = F
         missing = [w for w in np.flatnonzero(acks) if w not in seen]
         assert not missing, f"writers {missing}: acknowledged rows, none stored"
     if not s["clears"]:
-        assert int(acks.sum()) <= s["rows_total"] + s["skipped_rows"] <= int(acks.sum()) + largest_put * max(1, int((acks >= 0).sum()))
+        assert (
+            int(acks.sum())
+            <= s["rows_total"] + s["skipped_rows"]
+            <= int(acks.sum()) + largest_put * max(1, int((acks >= 0).sum()))
+        )
         assert s["rows_total"] + s["skipped_rows"] <= s["put_rows"]
     return s

@@ -76,7 +76,9 @@ def run(name: str, how: str, hit: int, directory: str, *, kill_successor: bool =
     shm = f"fp.{os.getpid()}.{name}.{how}.{hit}"
     built = None if name.startswith("build_") else oracle.SCHEMA
     full = "drop_oldest" if special else "block"
-    creator = Buffer.create(shm, 64 if special else 10_000, schema=built, ring_bytes=4096, drain="caller", full=full, max_collectors=8)
+    creator = Buffer.create(
+        shm, 64 if special else 10_000, schema=built, ring_bytes=4096, drain="caller", full=full, max_collectors=8
+    )
     try:
         pid = workers.fork(actor, shm, path, where, 0)
         status = wait(pid, stopped=how == "stop")
@@ -90,7 +92,15 @@ def run(name: str, how: str, hit: int, directory: str, *, kill_successor: bool =
             assert os.waitpid(pid, 0)[1] == 0, where
         if kill_successor:  # and the one that comes to finish its work, at the same step and at the commit
             for again in (name, "txn_committed"):
-                workers_status = wait(workers.fork(actor, shm, path, f"{again}=kill@1", int(acks.counts[1]) if special else recover_k(creator, acks)))
+                workers_status = wait(
+                    workers.fork(
+                        actor,
+                        shm,
+                        path,
+                        f"{again}=kill@1",
+                        int(acks.counts[1]) if special else recover_k(creator, acks),
+                    )
+                )
                 assert workers_status in (0, signal.SIGKILL), f"{where}: {workers_status}"
         assert wait(workers.fork(successor, shm, path)) == 0, where
         oracle.settle(creator)

@@ -16,8 +16,14 @@ METHODS = ["spawn", "fork", "forkserver"]
 
 def transitions(who: int, n: int) -> TensorDict:
     x = torch.arange(n, dtype=torch.float32)[:, None] + 1000 * who
-    return TensorDict({"obs": x.expand(n, 4).clone(), "action": torch.full((n,), who), "next": {"obs": x.expand(n, 4) + 1, "reward": x,
-                       "done": torch.zeros(n, 1, dtype=torch.bool)}}, batch_size=[n])
+    return TensorDict(
+        {
+            "obs": x.expand(n, 4).clone(),
+            "action": torch.full((n,), who),
+            "next": {"obs": x.expand(n, 4) + 1, "reward": x, "done": torch.zeros(n, 1, dtype=torch.bool)},
+        },
+        batch_size=[n],
+    )
 
 
 def judge(batch: TensorDict) -> None:
@@ -46,7 +52,9 @@ def test_main_creates_and_never_extends_collectors_do(method, unique_name):
     if method == "forkserver":
         context.set_forkserver_preload(["tests.process.test_face"])
     for _ in range(2):
-        rb = RemoteTensorDictReplayBuffer(storage=ShmStorage(10_000, name=unique_name), sampler=RandomSampler(), batch_size=16)
+        rb = RemoteTensorDictReplayBuffer(
+            storage=ShmStorage(10_000, name=unique_name), sampler=RandomSampler(), batch_size=16
+        )
         assert len(rb) == 0 and not rb.initialized
         with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
             rb.sample()
@@ -82,7 +90,9 @@ def test_a_second_interpreter_that_only_knows_the_name(first, unique_name):
     with TensorDictReplayBuffer(storage=ShmStorage(1000, name=unique_name), batch_size=8) as rb:
         if first == "second":
             rb.extend(transitions(3, 20))
-        done = subprocess.run([sys.executable, "-c", STRANGER, unique_name, first], capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGER, unique_name, first], capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["[20,", "21,", "22,", "23,", "24]"]
         assert len(rb) == 25

@@ -7,12 +7,30 @@ import sys
 
 import pytest
 
-GROUPS = {"claim": 4, "ring": 4, "role": 2, "plan": 2, "txn": 6, "post": 4, "clear": 1, "skip": 1, "build": 4, "sweep": 2, "slot": 1, "close": 1}
+GROUPS = {
+    "claim": 4,
+    "ring": 4,
+    "role": 2,
+    "plan": 2,
+    "txn": 6,
+    "post": 4,
+    "clear": 1,
+    "skip": 1,
+    "build": 4,
+    "sweep": 2,
+    "slot": 1,
+    "close": 1,
+}
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=110,
-                          env={**os.environ, "SHMBUF_NATIVE": "failpoints"})
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "SHMBUF_NATIVE": "failpoints"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -24,7 +24,9 @@ def supervise(name: str, acks_path: str, kills: int, seed: int, capacity: int) -
     stop = workers.ForkedEvent()
     Buffer.create(name, capacity, schema=oracle.SCHEMA, ring_bytes=1 << 14, drain="caller", max_collectors=8).close()
     who = iter(range(4096))
-    collectors = {w: workers.fork(workers.collect, name, w, acks.path, LARGEST, stop, w) for w in (next(who) for _ in range(4))}
+    collectors = {
+        w: workers.fork(workers.collect, name, w, acks.path, LARGEST, stop, w) for w in (next(who) for _ in range(4))
+    }
     drainers = [workers.fork(workers.drain, name) for _ in range(2)]
     reader = workers.fork(read_until, name, stop)
     watch = Buffer.attach(name)
@@ -71,8 +73,10 @@ def run_supervisor(code: str, timeout: float = 110) -> str:
 
 @pytest.mark.parametrize("capacity", [300, 1_000_000], ids=["wraps", "whole"])
 def test_random_kills_of_collectors_and_writers(capacity, tmp_path, unique_name):
-    out = run_supervisor("from tests.process.test_kills import supervise; "
-                         f"supervise({unique_name!r}, {str(tmp_path / 'acks')!r}, 200, 1, {capacity})")
+    out = run_supervisor(
+        "from tests.process.test_kills import supervise; "
+        f"supervise({unique_name!r}, {str(tmp_path / 'acks')!r}, 200, 1, {capacity})"
+    )
     assert "kills=200" in out
 
 

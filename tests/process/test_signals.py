@@ -18,13 +18,25 @@ def say(*a): print(*a, flush=True)
 """
 WAITS = {
     # what waits, what ends it
-    "extend": ("say('waits')\ntry:\n    buffer.extend(oracle.make_rows(0, 0, 4))\nexcept CommitInterrupted as e:\n"
-               "    say('interrupted', e.rows)\n", "interrupted 4"),
-    "put": ("k = 0\ntry:\n    while True:\n        if k == 25: say('waits')\n        buffer.put(oracle.make_rows(0, k, 1)); k += 1\n"
-            "except KeyboardInterrupt:\n    say('interrupted')\n", "interrupted"),
-    "large put": ("say('waits')\ntry:\n    buffer.put(oracle.make_rows(0, 0, 500))\nexcept CommitInterrupted as e:\n"
-                  "    say('interrupted', 0 < e.rows < 500)\n", "interrupted True"),
-    "wait for rows": ("say('waits')\ntry:\n    buffer.draw(1, timeout=None)\nexcept KeyboardInterrupt:\n    say('interrupted')\n", "interrupted"),
+    "extend": (
+        "say('waits')\ntry:\n    buffer.extend(oracle.make_rows(0, 0, 4))\nexcept CommitInterrupted as e:\n"
+        "    say('interrupted', e.rows)\n",
+        "interrupted 4",
+    ),
+    "put": (
+        "k = 0\ntry:\n    while True:\n        if k == 25: say('waits')\n        buffer.put(oracle.make_rows(0, k, 1)); k += 1\n"
+        "except KeyboardInterrupt:\n    say('interrupted')\n",
+        "interrupted",
+    ),
+    "large put": (
+        "say('waits')\ntry:\n    buffer.put(oracle.make_rows(0, 0, 500))\nexcept CommitInterrupted as e:\n"
+        "    say('interrupted', 0 < e.rows < 500)\n",
+        "interrupted True",
+    ),
+    "wait for rows": (
+        "say('waits')\ntry:\n    buffer.draw(1, timeout=None)\nexcept KeyboardInterrupt:\n    say('interrupted')\n",
+        "interrupted",
+    ),
 }
 
 
@@ -43,7 +55,9 @@ def stuck(unique_name):
 def test_ctrl_c_ends_every_wait(stuck, what):
     buffer, holder = stuck
     code, answer = WAITS[what]
-    process = subprocess.Popen([sys.executable, "-c", HEAD + code, buffer.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD + code, buffer.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "waits\n", process.stderr.read()
     # It is in the wait, or about to be: a signal that comes early is seen by the first slice.
     process.send_signal(signal.SIGINT)
@@ -60,7 +74,9 @@ def test_ctrl_c_ends_every_wait(stuck, what):
     assert buffer.extend(oracle.make_rows(9, 0, 2)).tolist() == [hi, hi + 1]
 
 
-HANDLER_CLOSES = HEAD + """
+HANDLER_CLOSES = (
+    HEAD
+    + """
 def close(*_):
     buffer.close()
 signal.signal(signal.SIGTERM, close)
@@ -70,11 +86,14 @@ try:
 except StorageLost as e:
     say('ended')
 """
+)
 
 
 def test_a_signal_handler_may_close_the_handle_it_interrupts(stuck):
     buffer, _ = stuck
-    process = subprocess.Popen([sys.executable, "-c", HANDLER_CLOSES, buffer.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANDLER_CLOSES, buffer.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
@@ -82,12 +101,15 @@ def test_a_signal_handler_may_close_the_handle_it_interrupts(stuck):
     assert all(m["pid"] != process.pid for m in buffer.members())
 
 
-AT_EXIT = HEAD + """
+AT_EXIT = (
+    HEAD
+    + """
 rows, ids = buffer.draw(5, timeout=10)
 kept = [buffer.put(oracle.make_rows(1, 0, 3)), rows, ids]
 sys.modules["__main__"].keep = (buffer, kept)
 say('leaves')
 """
+)
 
 
 def test_interpreter_shutdown_with_live_handles_and_tickets(unique_name):

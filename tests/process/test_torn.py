@@ -41,14 +41,19 @@ def judge(name: str, stop, out, batch: int) -> None:
     buffer.close()
 
 
-@pytest.mark.parametrize(("width", "capacity", "batch"), [(1, 50, 64), (1000, 64, 32), (8192, 64, 32), (1 << 20, 12, 4)],
-                         ids=["1B", "1kB", "b050_8kB", "1MB"])
+@pytest.mark.parametrize(
+    ("width", "capacity", "batch"),
+    [(1, 50, 64), (1000, 64, 32), (8192, 64, 32), (1 << 20, 12, 4)],
+    ids=["1B", "1kB", "b050_8kB", "1MB"],
+)
 def test_torn_row_hunt(unique_name, width, capacity, batch):
     """B050: capacity so small that slots recycle at once, four collectors at full speed, four readers."""
     context = multiprocessing.get_context("fork")
     stop, out = context.Event(), context.Queue()
     with Buffer.create(unique_name, capacity, schema={"wide": ("uint8", (width,)), "k": "int64"}) as buffer:
-        tasks = [(stamp, (unique_name, width, w, stop)) for w in range(4)] + [(judge, (unique_name, stop, out, batch)) for _ in range(4)]
+        tasks = [(stamp, (unique_name, width, w, stop)) for w in range(4)] + [
+            (judge, (unique_name, stop, out, batch)) for _ in range(4)
+        ]
         assert workers.run_all("fork", tasks, 4, stop) == [0] * 8
         assert sum(out.get(timeout=5) for _ in range(4)) > 0
         assert buffer.write_count > 10 * capacity, "slots did not recycle"
@@ -59,7 +64,9 @@ def test_b051_publish_never_overtakes_data(unique_name):
     """Rows of 64 KiB stamped at both ends; producer and drainer on different cores."""
     context = multiprocessing.get_context("fork")
     stop, out = context.Event(), context.Queue()
-    with Buffer.create(unique_name, 32, schema={"wide": ("uint8", (65536,)), "k": "int64"}, ring_bytes=1 << 18, drain="process") as buffer:
+    with Buffer.create(
+        unique_name, 32, schema={"wide": ("uint8", (65536,)), "k": "int64"}, ring_bytes=1 << 18, drain="process"
+    ) as buffer:
         tasks = [(stamp, (unique_name, 65536, 0, stop)), (judge, (unique_name, stop, out, 8))]
         assert workers.run_all("fork", tasks, 3, stop) == [0, 0]
         assert out.get(timeout=5) > 0 and buffer.write_count > 1000
@@ -72,7 +79,9 @@ def test_b055_one_drainer_at_a_time_and_a_third_takes_over(tmp_path, unique_name
     start = [sys.executable, "-m", "shmbuf.drain", unique_name]
     first, second = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
     said = [p.stdout.readline() for p in (first, second)]
-    assert all("drains" in s for s in said), said  # one "drains", and the other "stands by, pid N drains", or both at once
+    assert all("drains" in s for s in said), (
+        said
+    )  # one "drains", and the other "stands by, pid N drains", or both at once
     buffer = Buffer.attach(unique_name)
     k = 0
     for p in (first, second):
@@ -125,7 +134,9 @@ def test_b056_threads_on_one_handle(unique_name):
             except BaseException as e:
                 errors.append(e)
 
-        threads = [threading.Thread(target=putter, args=(i,)) for i in range(4)] + [threading.Thread(target=reader) for _ in range(4)]
+        threads = [threading.Thread(target=putter, args=(i,)) for i in range(4)] + [
+            threading.Thread(target=reader) for _ in range(4)
+        ]
         for t in threads:
             t.start()
         while sum(put) < 20_000:

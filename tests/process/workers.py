@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -58,7 +59,9 @@ def run_all(method: str, tasks: list, seconds: float, stop) -> list:
     for p in processes:
         p.start()
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
+    while (
+        time.monotonic() < deadline and any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes)
+    ):
         time.sleep(0.02)
     stop.set()
     for p in processes:
@@ -91,10 +94,8 @@ def fork(target, *args) -> int:
 
 def kill(pid: int) -> int:
     """SIGKILL and reap; the wait status."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     return os.waitpid(pid, 0)[1]
 
 

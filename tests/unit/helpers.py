@@ -12,7 +12,7 @@ import numpy as np
 from shmbuf import Buffer, segment
 from shmbuf.schema import flatten
 
-SPEC = {"obs": ("float32", (4,)), "next": {"obs": ("float32", (4,)), "done": "bool"}, "k": "int64"}  # 56 bytes a row
+SPEC = {"obs": ("float32", (4,)), "next": {"obs": ("float32", (4,)), "done": "bool"}, "k": "int64"}  # 48 bytes a row
 
 
 def rows(first: int, n: int = 1) -> dict:

@@ -1,0 +1,84 @@
+"""The words and numbers of a put that did not go through, or of a wait that took too long."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shmbuf import segment
+from shmbuf.errors import (
+    CommitInterrupted,
+    CommitPending,
+    ConcurrentUse,
+    NotEnoughMemory,
+    RingFull,
+    StorageLost,
+    TooManyCollectors,
+)
+from shmbuf.ticket import Ticket
+
+if TYPE_CHECKING:
+    from shmbuf.buffer import Buffer
+
+
+def put_failed(buffer: Buffer, status: str, ticket: Ticket, seconds: float) -> None:
+    n, rows = ticket.size, ticket.rows
+    if status == "dropped":
+        return  # asked for, and counted
+    if status == "full":
+        text = _ring_full_text(buffer, n, seconds)
+        if rows:
+            raise CommitPending(f"{rows:,} of {n:,} rows are in the ring and will be stored; then {text}", ticket, rows)
+        raise RingFull(f"{text} Nothing was put.")
+    if status == "interrupted":
+        raise CommitInterrupted(f"interrupted: {rows:,} of {n:,} rows are in the ring and will be stored", ticket, rows)
+    if status == "concurrent":
+        raise ConcurrentUse(
+            "another thread is putting through this handle; a Buffer handle puts from one thread: attach "
+            f"once per thread (Buffer.attach({buffer.name!r}))"
+        )
+    if status == "none_free":
+        raise TooManyCollectors(
+            f"buffer {buffer.name!r}: all {buffer._header['max_collectors']} rings have living owners. Close "
+            "some, or create the buffer with a larger max_collectors"
+        )
+    if status == "no_memory":
+        raise NotEnoughMemory(
+            f"/dev/shm has no {buffer._header['ring_bytes']:,} bytes left for this collector's ring; enlarge "
+            "it, or create the buffer with smaller ring_bytes. Nothing was put"
+        )
+    if status == "readonly":
+        raise PermissionError(f"this handle on buffer {buffer.name!r} is read-only")
+    raise StorageLost(
+        f"buffer {buffer.name!r} was {status} while rows were being put ({rows:,} of {n:,} are in its ring)"
+    )
+
+
+def _ring_full_text(buffer: Buffer, n: int, seconds: float) -> str:
+    me = next((c for c in buffer.collectors() if c["pid"] == os.getpid() and c["slot"] == buffer._handle.slot), None)
+    used = f"{me['ring_used']:,} of {me['ring_bytes']:,} bytes used, " if me else ""
+    waited = "" if buffer._full == "error" or seconds <= 0 else f" after {seconds:g} s"
+    return (
+        f"the ring of collector {buffer._handle.slot} has no room{waited} ({used}{n:,} rows of "
+        f"{buffer._schema.row_bytes if buffer._schema else 0:,} bytes to put): {writer_text(buffer)}"
+    )
+
+
+def writer_text(buffer: Buffer) -> str:
+    c = buffer._call("counters")
+    pid = c["writer_pid"]
+    if not c["writer_active"]:
+        last = f"pid {pid} did last" if pid else "nobody did yet"
+        return f"nobody drains at this moment ({last}). Enlarge ring_bytes, or give the drain more of a core."
+    state = segment.process_state(pid)
+    doing = {
+        "T": "is stopped (SIGSTOP): continue it with SIGCONT or kill it",
+        "Z": "is a zombie",
+        None: "is gone",
+    }.get(state, f"is in state {state}")
+    age = (
+        f"the last transaction was {c['writer_age']:.1f} s ago"
+        if c["writer_age"] >= 0
+        else "there was no transaction yet"
+    )
+    return f"pid {pid} holds the writer role and {doing} ({age})."

@@ -1,0 +1,114 @@
+"""What a put gives back: rows that are in the ring, and how to wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shmbuf._extension import native
+from shmbuf.errors import CommitInterrupted, CommitPending, StorageLost
+
+FOREVER = -1.0
+
+
+def seconds_of(timeout: float | None) -> float:
+    if timeout is None:
+        return FOREVER
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: seconds ≥ 0, or None to wait for ever")
+    return float(timeout)
+
+
+def same_ids(ids: np.ndarray, capacity: int) -> np.ndarray:
+    return ids
+
+
+class Ticket:
+    """Rows that are in the ring. They will be stored, whatever dies.
+
+    Attributes:
+        rows: how many went in (fewer than were given only with a drop policy).
+    """
+
+    __slots__ = ("_capacity", "_native", "convert", "size")
+
+    def __init__(self, ticket: Any, size: int, capacity: int, convert: Callable[[np.ndarray, int], Any]):
+        self._native, self.size, self._capacity, self.convert = ticket, size, capacity, convert
+
+    @property
+    def rows(self) -> int:
+        return self._native.rows
+
+    def done(self) -> bool:
+        """Whether the rows can be drawn by now."""
+        return self._native.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until the rows can be drawn by every sampler.
+
+        Returns:
+            int64[rows]: their ids (from `Buffer`), or a LongTensor of their indices (from the replay buffers). Rows that a
+            drop policy took are left out.
+
+        Raises:
+            CommitPending: not within ``timeout`` seconds; the rows will be stored.
+            CommitInterrupted: Ctrl-C meanwhile; likewise.
+            StorageLost: the buffer was destroyed.
+        """
+        try:
+            status = self._native.wait(seconds_of(timeout))
+        except KeyboardInterrupt:
+            raise CommitInterrupted(
+                "interrupted while waiting for the commit of rows that are in the ring: they will be "
+                "stored; .ticket waits for them",
+                self,
+                self.rows,
+            ) from None
+        except native.Gone as e:
+            if native.STATUSES[e.args[0]] == "forked":
+                raise StorageLost("this ticket belongs to the process that put the rows; wait for it there") from None
+            raise StorageLost(
+                "the handle was closed before these rows were committed; whoever is attached stores them, "
+                "their ids are not known here"
+            ) from None
+        if status:
+            self._failed(native.STATUSES[status], timeout)
+        return self.convert(self.ids(), self._capacity)
+
+    def ids(self) -> np.ndarray:
+        """int64 ids of the committed rows."""
+        parts = [np.arange(first, first + n, dtype=np.int64) for n, first in self._native.pieces() if first is not None]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _failed(self, status: str, timeout: float | None) -> None:
+        if status == "timeout":
+            raise CommitPending(
+                f"{self.rows:,} of {self.size:,} rows are in the ring but not committed after {timeout} s: "
+                "they will be stored; .ticket waits for them",
+                self,
+                self.rows,
+            )
+        raise StorageLost(f"the buffer was {status} while {self.rows:,} rows waited for their commit")
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.rows} rows, {'done' if self._native.done() else 'pending'})"
+
+
+class Nothing:
+    """The native ticket of zero rows."""
+
+    rows, status = 0, 0
+
+    @staticmethod
+    def wait(timeout: float) -> int:
+        return 0
+
+    @staticmethod
+    def done() -> bool:
+        return True
+
+    @staticmethod
+    def pieces() -> list:
+        return []
