@@ -283,12 +283,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
 class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` whose `sample` takes TorchRL's other order of arguments."""
 
-    def sample(
+    def sample(  # type: ignore[override]
         self,
         batch_size: int | None = None,
         include_info: bool | None = None,
         return_info: bool = False,
-        *,  # type: ignore[override]
+        *,
         out: TensorDictBase | None = None,
         timeout: float | None = 0.0,
     ) -> Any:

@@ -166,13 +166,10 @@ static void collector(Segment &s, int file, u64 life) {
     Producer p;
     p.open(slot, s.ring(i), s.ring_bytes, s.row_bytes);
     CHECK(p.used() == 0, "slot %u was freed with undrained rows", i);
-    u64 most = p.max_rows_per_record(), number = load(board->acked[i], acquire), skips = 0;
-    if (processes) {  // the one before may have been killed between its last tail and our board
-      const CommitBlock &b = s.block(load(s.control().commit_seq, acquire));
-      u64 truth = i < b.n_slots ? load(b.slot[i].stored_rows, relaxed) + load(b.slot[i].skipped_rows, relaxed) : 0;
-      CHECK(truth >= number && truth <= number + most, "ring %u: %" PRIu64 " rows acknowledged, %" PRIu64 " there", i, number, truth);
-      store(board->acked[i], number = truth, release);
-    }
+    u64 most = p.max_rows_per_record(), acked = load(board->acked[i], acquire), skips = 0;
+    u64 number = load(slot.stored_at_claim, relaxed) + load(slot.skipped_at_claim, relaxed);  // the one before may have been killed
+    CHECK(number >= acked && number <= acked + (processes ? most : 0), "ring %u: %" PRIu64 " rows acknowledged, %" PRIu64 " there", i, acked, number);
+    store(board->acked[i], number, release);
     for (u64 records = 1 + rng.below(400); records && !stopped(); --records) {
       u64 dice = rng.below(100), n = dice < 70 ? 1 + rng.below(std::min<u64>(most, 4)) : dice < 96 ? 1 + rng.below((most + 3) / 4) : most;
       bool clear = rng.below(300) == 0, drop_oldest = rng.below(4) == 0;
@@ -296,7 +293,7 @@ static void handles() {
       make_row(row.data(), u64(&at == &h), number);
       Column whole{0, g.row_bytes, row.data(), i64(g.row_bytes)};
       std::shared_ptr<TicketState> ticket;
-      Status s = at.put(&whole, 1, 1, Full::block, kForever, rng.below(2), ticket, go_on);
+      Status s = at.put(&whole, 1, 1, Full::block, kForever, rng.below(2), true, ticket, go_on);
       if (s == Status::ok) count(board->rows);
       if (s == Status::ok && rng.below(8) == 0) s = at.wait(*ticket, kForever, go_on);
       CHECK(s == Status::ok || stopped(), "put or wait: status %d", int(s));

@@ -83,7 +83,7 @@ signal.signal(signal.SIGTERM, close)
 say('waits')
 try:
     buffer.draw(1, timeout=None)
-except StorageLost as e:
+except (StorageLost, ValueError):  # ended by the close, or already closed when it began
     say('ended')
 """
 )
