@@ -3,7 +3,7 @@
    Row id must equal record number, so any loss, doubling, reordering or torn row breaks an assertion, and so does a result that
    the collector reads before it reuses the record's bytes.
      -DFREE    plans are not sealed: a successor may choose another batch. The monotonic reserve alone keeps this right.
-   Mutants: -DFREE -DM1 reserve may go back   -DM2 head published before the commit   -DM3 cursor and heads by two stores
+   Mutants: -DFREE -DM1 reserve may go back   -DM2 head published before the commit   -DFREE -DM3 cursor and heads by two stores
             -DM4 result stored after the commit   -DM5 no redo on taking over */
 #define N 3
 #define RC 2
@@ -14,6 +14,11 @@
 #define CRASHES 2
 #endif
 #define BAD 77
+#ifdef M3
+#define NOW 0                                   /* one block, changed in place */
+#else
+#define NOW (s & 1)
+#endif
 byte ring[RC], res[RC]; byte tail, head_pub, R, C, cs, ps, ds; byte bcur[2], bhead[2]; byte lo[N], hi[N];
 byte budget = CRASHES;
 #define CRASH :: atomic { budget > 0 -> budget--; goto start }
@@ -35,14 +40,11 @@ start:
 active proctype Writer() {
   byte s, cur, head, ncur, nhead, k, j;
 start:                                          /* the role is taken: nothing private survives */
-  atomic { s = cs; cur = bcur[s & 1]; head = bhead[s & 1]; k = 0; j = 0; ncur = 0; nhead = 0 };
+  atomic { s = cs; cur = bcur[NOW]; head = bhead[NOW]; k = 0; j = 0; ncur = 0; nhead = 0 };
 #ifndef M5
   if :: ds != s -> goto post :: else fi;        /* take_over */
 #endif
 next:
-#ifdef M3
-  atomic { cur = bcur[s & 1]; head = bhead[s & 1] };
-#endif
   do
   :: head == MAXREC -> assert(cur == MAXREC && C == cur && head_pub == head); goto fin
   :: tail > head -> break
@@ -59,8 +61,8 @@ next:
 #ifndef M3
      STEP(bcur[(s + 1) & 1] = ncur);
      STEP(bhead[(s + 1) & 1] = nhead);
-#endif
      STEP(ps = s + 1)                           /* sealed */
+#endif
   fi;
 #ifdef M1
   STEP(R = ncur);
@@ -81,16 +83,11 @@ next:
      :: else -> break
   od;
 #ifdef M3
-  STEP(bcur[s & 1] = ncur);
-  STEP(bhead[s & 1] = nhead);
+  STEP(bcur[NOW] = ncur);
+  STEP(bhead[NOW] = nhead);
 #endif
-  if
-#ifdef M3
-  :: atomic { cs = s + 1; bcur[(s + 1) & 1] = ncur; bhead[(s + 1) & 1] = nhead; s = s + 1; cur = ncur; k = head; head = nhead }
-#else
-  :: atomic { cs = s + 1; s = s + 1; cur = ncur; k = head; head = nhead }    /* T4: one store */
-#endif
-  CRASH fi;
+  if :: atomic { cs = s + 1; s = s + 1; cur = ncur; k = head; head = nhead }    /* T4: one store */
+     CRASH fi;
 #ifdef M4
   j = k;
   do :: j < nhead -> STEP(res[j % RC] = j); j++ :: else -> break od;

@@ -6,7 +6,10 @@
             -DNOSIGN fresh is not told from a user's 0   -DNOREDO a successor does not publish what a dead writer committed */
 #define N 2
 #ifndef LAST
-#define LAST 4
+#define LAST 3
+#endif
+#ifndef CRASHES
+#define CRASHES 1
 #endif
 #define FRESH 0
 #define P0 2
@@ -16,7 +19,7 @@
 #else
 #define ZERO 1
 #endif
-byte gen[N], pri[N], touched[N]; byte R, C, ps, ds; byte budget = 2; bool wdone;   /* touched: ghost, what a user set last */
+byte gen[N], pri[N], touched[N]; byte R, C, ps, ds; byte budget = CRASHES; bool wdone;   /* touched: ghost, what a user set last */
 #define CRASH :: atomic { budget > 0 -> budget--; goto start }
 #define STEP(x) if :: x CRASH fi
 #ifdef PLAIN

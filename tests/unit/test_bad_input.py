@@ -141,7 +141,6 @@ def test_no_keys_at_all(buf, given):
     {"a": np.zeros(2, "M8[s]")}, {"a": np.zeros(2, "f4,i4")}, {"a": np.zeros((2, 3), np.longdouble)}, {"a": np.zeros(2), ("a", "b"): np.zeros(2)},
     {"a": {"b": np.zeros(2)}, ("a", "b"): np.zeros(2)}, {"a\ud800": np.zeros(2)}, {"k" * 1025: np.zeros(2)},
     {"a": np.zeros((2, *(1,) * 33))},
-    # BUG: AttributeError: 'list' object has no attribute 'items' (and likewise for None, an array, …)
     [1, 2], None, np.zeros(3), "text"], ids=lambda g: repr(g)[:40])
 def test_refused_as_the_first_put(name, given):
     with Buffer.create(name, 50, drain="caller") as buf:
@@ -211,8 +210,9 @@ FORMS = {
     "as it is": lambda a: a, "strided": strided, "fortran order": np.asfortranarray, "negative strides": reversed_, "read-only": read_only,
     "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")), "big-endian, strided": lambda a: strided(a.astype(a.dtype.newbyteorder(">"))),
     "big-endian, reversed": lambda a: reversed_(a.astype(a.dtype.newbyteorder(">"))),
-    "unaligned": unaligned,  # BUG: AssertionError "converted rows fit": its format code is "=f", and making it contiguous changes nothing
-    "packed record field": packed, "subclass": lambda a: a.view(Subclass), "subclass, reversed": lambda a: reversed_(a).view(Subclass),
+    # BUG: AssertionError "converted rows fit": numpy's format code of it is "=f", and np.ascontiguousarray does not align; a packed
+    # record's field too, where it has one row
+    "unaligned": unaligned, "packed record field": packed, "subclass": lambda a: a.view(Subclass), "subclass, reversed": lambda a: reversed_(a).view(Subclass),
     "__array__": HasArray, "__array_interface__": HasInterface, "memoryview": lambda a: memoryview(np.ascontiguousarray(a)),
     "memoryview, read-only": lambda a: memoryview(read_only(a)), "moved axes": lambda a: np.moveaxis(np.ascontiguousarray(np.moveaxis(a, 0, -1)), -1, 0),
     "memory map": lambda a: np.array(a).view(np.memmap)}
@@ -317,28 +317,6 @@ def test_a_dtype_that_numpy_lacks_is_its_bits(name, dtype, bits):
         for wrong in ("float32", "int8", "float16"):
             with pytest.raises(SchemaError, match=rf"key 'x': got {wrong}\[3\], expected {dtype}\[3\]"), unmoved(buf):
                 buf.put({"x": np.zeros((2, 3), wrong)})
-
-
-def test_foreign_bfloat16_is_no_float32(name, monkeypatch):
-    """An array of ml_dtypes' bfloat16 (here: something with that dtype's name) for a column of another dtype."""
-    class Dtype:
-        name, kind, names, hasobject = "bfloat16", "V", None, False
-
-        def newbyteorder(self, order):
-            return self
-
-    class Foreign:
-        dtype, shape, ndim = Dtype(), (2, 4), 2
-
-        def view(self, dtype):
-            return np.zeros((2, 4), np.uint16)
-
-    original = Buffer._as_array
-    monkeypatch.setattr(Buffer, "_as_array", staticmethod(lambda k, v: v if isinstance(v, Foreign) else original(k, v)))
-    with Buffer.create(name, 50, schema=SPEC, drain="caller") as buf:
-        # BUG: the name of the column's own dtype is assumed, so the bits are taken as uint16 numbers and converted to float32
-        with pytest.raises(SchemaError, match=r"key 'obs': got bfloat16\[4\], expected float32\[4\]"), unmoved(buf):
-            buf.extend({**rows(0, 2), "obs": Foreign()})
 
 
 # ---- ids that are none ----------------------------------------------------------------------------------------------

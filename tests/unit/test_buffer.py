@@ -99,18 +99,11 @@ def test_gather_of_ids_that_are_not_stored_names_how_many_and_the_window(make):
     assert valid.tolist() == [True, False, False, False, True] and got["k"][valid].tolist() == [5, 2]
 
 
-def test_slot_is_id_modulo_capacity(make):
+def test_ids_go_on_and_the_window_is_the_last_of_them(make):
     buf = make(4)
-    first = buf.extend(rows(0, 3))
-    assert buf.extend(rows(3, 3)).tolist() == [3, 4, 5], "ids go on"
-    slots = np.empty(4, np.int64)
-    out, ids = buf._outputs(4), np.empty(4, np.int64)
-    buf.draw_into(buf._columns, [a.ctypes.data for a in out], 4, ids.ctypes.data, slots.ctypes.data, 0.0)
-    assert slots.tolist() == (ids % 4).tolist()
-    assert buf.window == (2, 6) and numbers(buf) == [2, 3, 4, 5]
-    got = buf._outputs(4)
-    assert buf.fetch_slots_into(buf._columns, [a.ctypes.data for a in got], np.arange(4)).tolist() == [4, 5, 2, 3]
-    assert first.tolist() == [0, 1, 2]
+    assert buf.extend(rows(0, 3)).tolist() == [0, 1, 2] and buf.window == (0, 3)
+    assert buf.extend(rows(3, 3)).tolist() == [3, 4, 5] and buf.window == (2, 6)
+    assert numbers(buf) == [2, 3, 4, 5] and len(buf) == 4
 
 
 def test_draw_gives_whole_rows_and_their_ids(make):
