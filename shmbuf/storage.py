@@ -293,12 +293,11 @@ class ShmStorage:
                 torch.empty((n, *s), dtype=d, pin_memory=True)
                 for s, d in [*self._specs, ((), torch.int64), ((), torch.int64)]
             ]
-        if self._templates[0] != n:  # empty_like of a kept tensor is the fastest way to a fresh one
-            self._templates = (
-                n,
-                [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [torch.empty(n, dtype=torch.int64)] * 2,
-            )
-        return [torch.empty_like(t) for t in self._templates[1]]
+        kept = self._templates  # threads may sample different sizes at once
+        if kept[0] != n:  # empty_like of a kept tensor is the fastest way to a fresh one
+            numbers = torch.empty(n, dtype=torch.int64)
+            self._templates = kept = (n, [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [numbers, numbers])
+        return [torch.empty_like(t) for t in kept[1]]
 
     def draw(
         self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False

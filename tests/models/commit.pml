@@ -41,6 +41,9 @@ active proctype Writer() {
   byte s, cur, head, ncur, nhead, k, j;
 start:                                          /* the role is taken: nothing private survives */
   atomic { s = cs; cur = bcur[NOW]; head = bhead[NOW]; k = 0; j = 0; ncur = 0; nhead = 0 };
+#ifdef M3
+  goto post;
+#endif
 #ifndef M5
   if :: ds != s -> goto post :: else fi;        /* take_over */
 #endif

@@ -6,10 +6,10 @@
             -DNOSIGN fresh is not told from a user's 0   -DNOREDO a successor does not publish what a dead writer committed */
 #define N 2
 #ifndef LAST
-#define LAST 3
+#define LAST 4
 #endif
 #ifndef CRASHES
-#define CRASHES 1
+#define CRASHES 2
 #endif
 #define FRESH 0
 #define P0 2
@@ -49,11 +49,10 @@ start:
   wdone = true
 }
 proctype Updater() {
-  byte id, c, og, op, np;
+  byte id, og, op, np;
   do
   :: C == LAST -> break
-  :: C > 0 && C < LAST -> c = C;
-     id = 0; do :: id + 1 < c -> id++ :: break od;
+  :: atomic { C > 0 && C < LAST -> id = C - 1 };   /* the newest row of its window */
      if :: np = USER :: np = ZERO fi;
      if :: id + N >= R ->                          /* the gather validated the row */
            atomic { og = gen[id % N]; op = pri[id % N] };
@@ -66,7 +65,8 @@ proctype Updater() {
                           :: else fi }
 #endif
            :: else fi
-        :: else fi
+        :: else fi;
+     atomic { id = 0; og = 0; op = 0; np = 0 }
   od
 }
 init { run Updater(); run Updater();

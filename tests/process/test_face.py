@@ -143,3 +143,28 @@ def test_after_a_fork_the_childs_first_use_attaches_anew(unique_name):
         judge(rb[:])
         assert len({c["slot"] for c in rb.buffer.collectors() if c["state"] == "alive"}) == 1
     shmbuf.destroy(unique_name)
+
+
+def test_threads_sample_different_sizes_at_once(unique_name):
+    import threading
+
+    with TensorDictReplayBuffer(storage=ShmStorage(1000, name=unique_name)) as rb:
+        rb.extend(transitions(2, 500))
+        failed = []
+
+        def sample(n: int) -> None:
+            try:
+                for _ in range(300):
+                    batch = rb.sample(n)
+                    assert batch.batch_size == (n,) and batch["obs"].shape == (n, 4)
+                    judge(batch)
+            except BaseException as e:
+                failed.append(e)
+
+        threads = [threading.Thread(target=sample, args=(n,)) for n in (1, 7, 300, 4000)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        assert not failed
+    shmbuf.destroy(unique_name)
