@@ -61,6 +61,8 @@ using Body = std::function<void(u64 life)>;  // life: another number each time i
 // Every body for one round. progress() must keep changing.
 inline void run(const std::vector<Body> &bodies, const std::function<u64()> &progress) {
   store(board->stop, 0u, release);
+  signal(SIGALRM, [](int) { fail("hangs: an actor does not come back"); });
+  alarm(30);
   u64 end = now_ns() + round_ns, moved = now_ns(), seen = progress(), life = g.seed;
   auto watch = [&] {
     if (u64 p = progress(); p != seen) seen = p, moved = now_ns();
@@ -78,7 +80,7 @@ inline void run(const std::vector<Body> &bodies, const std::function<u64()> &pro
   auto start = [&](u64 i) {
     pids[i] = fork();
     CHECK(pids[i] >= 0, "fork: %s", std::strerror(errno));
-    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), bodies[i](life), _exit(0);  // if the parent fails, nobody stays behind
+    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), alarm(30), bodies[i](life), _exit(0);  // the parent fails: nobody stays
     ++life;
   };
   auto reap = [&](u64 i, bool killed) {

@@ -52,11 +52,13 @@ def figures(buf: Buffer) -> dict:
 
 @contextmanager
 def unmoved(buf: Buffer) -> Iterator[None]:
-    """Length, counters, rows and rings are the same afterwards."""
+    """Length, counters, rows and rings are the same afterwards, also when the block raises."""
     before, content = figures(buf), stored(buf) if len(buf) else {}
-    yield
-    assert figures(buf) == before
-    assert not content or same(stored(buf), content)
+    try:
+        yield
+    finally:
+        assert figures(buf) == before
+        assert not content or same(stored(buf), content)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def refused(buf: Buffer, given, *texts: str) -> None:
     # keys that are none
     ((("next", "obs"),), np.zeros((2, 4), "f4"), ["key ('next', 'obs') is given twice"]),
     ((5,), np.zeros(2), ["key 5 is no str"]), ((("a", 5),), np.zeros(2), ["key ('a', 5) is no str"]), (((),), np.zeros(2), ["key () is no str"]),
-    (("",), np.zeros(2), ["key '' is not in the schema"])], ids=str)
+    (("",), np.zeros(2), ["key '' is not in the schema"])])
 def test_refused(buf, key, value, texts):
     refused(buf, changed(key, value), *texts)
 
@@ -123,12 +123,12 @@ def test_every_difference_is_listed_in_one_error(buf):
             "key 'k': got int32[], expected int64[]", "key ('next', 'obs'): got float32[5], expected float32[4]")
 
 
-@pytest.mark.parametrize("given", [None, [], [1, 2], "text", b"bytes", 5, np.zeros(3), [rows(0)], (), {1}, object()], ids=repr)
+@pytest.mark.parametrize("given", [None, [], [1, 2], "text", b"bytes", 5, np.zeros(3), [rows(0)], (), {1}, object()])
 def test_rows_that_are_no_mapping(buf, given):
     refused(buf, given, "rows are a mapping of key to array, not")
 
 
-@pytest.mark.parametrize("given", [{}, {"next": {}}, {"obs": {}, "next": {}, "k": {}}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"next": {}}, {"obs": {}, "next": {}, "k": {}}])
 def test_no_keys_at_all(buf, given):
     refused(buf, given, "key 'obs' is missing, expected float32[4]")
 
@@ -141,7 +141,7 @@ def test_no_keys_at_all(buf, given):
     {"a": np.zeros(2, "M8[s]")}, {"a": np.zeros(2, "f4,i4")}, {"a": np.zeros((2, 3), np.longdouble)}, {"a": np.zeros(2), ("a", "b"): np.zeros(2)},
     {"a": {"b": np.zeros(2)}, ("a", "b"): np.zeros(2)}, {"a\ud800": np.zeros(2)}, {"k" * 1025: np.zeros(2)},
     {"a": np.zeros((2, *(1,) * 33))},
-    [1, 2], None, np.zeros(3), "text"], ids=lambda g: repr(g)[:40])
+    [1, 2], None, np.zeros(3), "text"])
 def test_refused_as_the_first_put(name, given):
     with Buffer.create(name, 50, drain="caller") as buf:
         for call in (buf.put, buf.extend):
@@ -322,7 +322,7 @@ def test_a_dtype_that_numpy_lacks_is_its_bits(name, dtype, bits):
 # ---- ids that are none ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ids", [[0.7], [1.0], np.array([2.5]), [True, False, True], np.zeros(3, bool), ["1"]], ids=repr)
+@pytest.mark.parametrize("ids", [[0.7], [1.0], np.array([2.5]), [True, False, True], np.zeros(3, bool), ["1"]])
 def test_ids_that_are_no_integers_are_refused(buf, ids):
     # BUG: floats are cut to integers, masks are taken as the ids 0 and 1 (the torch face raises IndexError)
     with pytest.raises((TypeError, ValueError, IndexError)):
