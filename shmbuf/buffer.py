@@ -48,6 +48,13 @@ def _address(a: np.ndarray) -> int:
     return a.__array_interface__["data"][0]  # a third of the time of a.ctypes.data
 
 
+def _as_ids(ids: Any) -> np.ndarray:
+    array = np.asarray(ids if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"row ids of dtype {array.dtype}: integers are needed")
+    return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
+
+
 class Buffer:
     """One attachment of this process to one named buffer. Made by :meth:`create` and :meth:`attach`.
 
@@ -381,7 +388,7 @@ class Buffer:
         return ticket
 
     def _nothing(self) -> Ticket:
-        return Ticket(Nothing, 0, self.capacity, same_ids)
+        return Ticket(Nothing, self, same_ids)
 
     def submit(
         self,
@@ -403,7 +410,7 @@ class Buffer:
         t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
-        ticket = Ticket(t, n if n >= 0 else t.rows, self._header["capacity"], convert)
+        ticket = Ticket(t, self, convert)
         if t.status != _OK:
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
         return ticket
@@ -431,6 +438,7 @@ class Buffer:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
         if self.schema is None:
             self.wait_rows(1, timeout)
+            assert self.schema is not None, "rows are stored, so there is a schema"
         out, ids = self._outputs(n), np.empty(n, np.int64)
         self.draw_into(self._columns, [_address(a) for a in out], n, _address(ids), 0, seconds)
         return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
@@ -493,7 +501,7 @@ class Buffer:
         Raises:
             Lapped: some are not stored (any more): names how many and the window.
         """
-        ids = np.ascontiguousarray(ids, dtype=np.int64).reshape(-1)
+        ids = _as_ids(ids)
         rows, valid = self.try_gather(ids)
         if not valid.all():
             bad = ids[~valid]
@@ -507,7 +515,7 @@ class Buffer:
 
     def try_gather(self, ids: Any) -> tuple[dict[str, Any], np.ndarray]:
         """As :meth:`gather`, with bool[n] telling which rows are valid instead of the error."""
-        ids = np.ascontiguousarray(ids, dtype=np.int64).reshape(-1)
+        ids = _as_ids(ids)
         if self.schema is None:
             return {}, np.zeros(len(ids), bool)
         out = self._outputs(len(ids))
@@ -552,14 +560,14 @@ class Buffer:
     # ---- the rest -----------------------------------------------------------------------------------------------
 
     def empty(self, *, empty_write_count: bool = True, timeout: float | None = None) -> None:
-        """Forget all rows, everywhere, in the order of this handle's puts. Ids go on, slots start again at 0.
+        """Forget, for everybody, every row whose put returned before this call. Ids go on, slots start again at 0.
 
-        Rows that other collectors' rings still hold are stored afterwards.
+        Rows that others put meanwhile may come before (and are forgotten) or after.
         """
         if self.schema is None:
             return
         t = self._call("clear", not empty_write_count, seconds_of(timeout))
-        ticket = Ticket(t, 0, self.capacity, same_ids)
+        ticket = Ticket(t, self, same_ids)
         if t.status != _OK:
             failures.put_failed(
                 self, _STATUS[t.status] if _STATUS[t.status] != "timeout" else "full", ticket, seconds_of(timeout)

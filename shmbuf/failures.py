@@ -15,14 +15,14 @@ from shmbuf.errors import (
     StorageLost,
     TooManyCollectors,
 )
-from shmbuf.ticket import Ticket
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
+    from shmbuf.ticket import Ticket
 
 
 def put_failed(buffer: Buffer, status: str, ticket: Ticket, seconds: float) -> None:
-    n, rows = ticket.size, ticket.rows
+    n, rows = ticket._native.asked, ticket.rows
     if status == "dropped":
         return  # asked for, and counted
     if status == "full":

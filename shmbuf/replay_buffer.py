@@ -15,7 +15,7 @@ from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, SchemaError
 from shmbuf.samplers import SAMPLERS, RandomSampler
 from shmbuf.schema import Key, as_key
-from shmbuf.storage import ShmStorage
+from shmbuf.storage import ShmStorage, stack
 from shmbuf.ticket import Ticket
 
 Self = TypeVar("Self", bound="ReplayBuffer")
@@ -127,12 +127,13 @@ class ReplayBuffer:
         with self._lock:
             return self._storage.put(td, timeout=timeout, priority_key=self._priority_key)
 
-    def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int:
-        """Store one row, a TensorDict of batch size []; returns its index."""
+    def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int | None:
+        """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it."""
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
         with self._lock:
             ticket = self._storage.put(td, wake=False, timeout=timeout, single=True, priority_key=self._priority_key)
-        return int(ticket.wait(timeout))
+        index = ticket.wait(timeout)
+        return int(index) if len(index) else None
 
     def _batch(self, data: Any) -> TensorDictBase:
         if type(data) is TensorDict or isinstance(data, TensorDictBase):
@@ -144,10 +145,7 @@ class ReplayBuffer:
                 raise SchemaError(
                     f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}"
                 )
-            try:
-                return torch.stack(list(data))  # type: ignore[return-value]
-            except (RuntimeError, KeyError) as e:
-                raise SchemaError(f"the {len(data)} TensorDicts of the list cannot be stacked: {e}") from None
+            return stack(list(data))
         if is_tensor_collection(data):
             return data
         return self._collect(data, None)
@@ -187,7 +185,7 @@ class ReplayBuffer:
                     "batch_size not specified. You can specify the batch_size when constructing the replay buffer, "
                     "or pass it to the sample method."
                 )
-            n = out.batch_size[0]
+            n = out.batch_size[0] if out.batch_dims else 0
         td = self._sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin)
         if return_info or include_info:
             return td, {"index": td["index"], "row_id": td["row_id"]}

@@ -42,9 +42,13 @@ def count(leaves: Mapping[Key, np.ndarray]) -> int:
         raise SchemaError("no keys were given")
     n = next(iter(sizes.values()))
     if n is None or len(set(sizes.values())) > 1:
-        each = ", ".join(f"{show_key(k)}: {'none' if size is None else size}" for k, size in sizes.items())
-        raise SchemaError(f"keys have different numbers of rows (first dimension): {each}")
+        raise SchemaError(_sizes(leaves))
     return n
+
+
+def _sizes(leaves: Mapping[Key, np.ndarray]) -> str:
+    each = ", ".join(f"{show_key(k)}: {a.shape[0] if a.ndim else 'none'}" for k, a in leaves.items())
+    return f"keys have different numbers of rows (first dimension): {each}"
 
 
 def conform(rows: Any, schema: Schema) -> tuple[list[np.ndarray], int]:
@@ -63,11 +67,13 @@ def conform(rows: Any, schema: Schema) -> tuple[list[np.ndarray], int]:
         got[key] = (name, array.shape[1:])
     lines = schema.differences(got)
     if lines:
+        if len({a.shape[:1] for a in leaves.values()}) > 1:
+            lines.append(_sizes(leaves))
         raise SchemaError("rows do not fit the buffer's schema; nothing was put:\n  " + "\n  ".join(lines))
     n = count(leaves)
     out = []
     for c in schema.columns:
         array = leaves[c.key]
         raw = array.view(c.numpy) if array.dtype.name == "bfloat16" else array  # ml_dtypes' own
-        out.append(np.ascontiguousarray(raw, dtype=np.dtype(c.numpy)))
+        out.append(np.require(raw, np.dtype(c.numpy), ["C", "A"]))
     return out, n

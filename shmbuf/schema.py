@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def dtype_name(dtype: Any) -> str:
     Raises:
         SchemaError: no dtype of fixed size that torch has.
     """
+    if dtype is None:
+        raise SchemaError("no dtype is given")
     name = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype.__name__
     name = {
         "float": "float32" if not isinstance(dtype, type) else "float64",
@@ -182,12 +185,10 @@ class Schema:
         for c in columns:
             if c.dtype not in DTYPES:
                 raise SchemaError(f"key {show_key(c.key)}: dtype {c.dtype!r} is unknown")
-            if len(c.shape) > MAX_DIMS or any(not isinstance(d, int) or d < 0 for d in c.shape):
-                raise SchemaError(
-                    f"key {show_key(c.key)}: shape of {len(c.shape)} dimensions; at most {MAX_DIMS}, none negative"
-                    if len(c.shape) > MAX_DIMS
-                    else f"key {show_key(c.key)}: shape {c.shape} is none"
-                )
+            if len(c.shape) > MAX_DIMS:
+                raise SchemaError(f"key {show_key(c.key)}: {len(c.shape)} dimensions; at most {MAX_DIMS}")
+            if any(not isinstance(d, int) or not 0 <= d <= MAX_ROW_BYTES for d in c.shape):
+                raise SchemaError(f"key {show_key(c.key)}: shape {c.shape}: dimensions are 0 to {MAX_ROW_BYTES:,}")
             if c.key in seen:
                 raise SchemaError(f"key {show_key(c.key)} is given twice")
             seen.add(c.key)
@@ -221,7 +222,9 @@ class Schema:
         for key, value in flatten(spec).items():
             dtype, shape = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
             try:
-                shape = (int(shape),) if isinstance(shape, int) else tuple(int(d) for d in shape)
+                if isinstance(shape, str):
+                    raise TypeError("a shape is a tuple of int")
+                shape = (shape,) if isinstance(shape, int) else tuple(operator.index(d) for d in shape)
                 columns.append(Column(key, dtype_name(dtype), shape))
             except (TypeError, ValueError) as e:
                 raise SchemaError(f"key {show_key(key)}: {value!r} is no (dtype, shape): {e}") from None

@@ -28,8 +28,12 @@ def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
 def tensor_leaves(td: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
     """Leaves by key, nested ones too. Raises SchemaError for a non-tensor leaf, naming it."""
     out: dict[Key, torch.Tensor] = {}
-    for name, value in td.items():
+    for name in list(td.keys()):  # a TensorDict iterates over its rows
         key = (*prefix, name)
+        try:
+            value = td.get(name)
+        except RuntimeError as e:  # a lazy stack of different shapes
+            raise SchemaError(f"key {show_key(key)}: its rows have no common shape: {str(e).splitlines()[0]}") from None
         if is_non_tensor(value):
             raise SchemaError(
                 f"key {show_key(key)}: non-tensor data ({type(getattr(value, 'data', value)).__name__}) cannot be "
@@ -53,7 +57,27 @@ def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
         )
     if t.device.type == "meta":
         raise SchemaError(f"key {show_key(key)}: got a meta tensor, which has no values")
-    return t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+    if t._is_zerotensor():  # has no memory until it is written out
+        return torch.zeros(t.shape, dtype=t.dtype)
+    out = t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+    if out.numel() and not out.data_ptr():
+        raise SchemaError(f"key {show_key(key)}: got a {type(t).__name__} without memory")
+    return out
+
+
+def stack(rows: list[Any]) -> TensorDictBase:
+    """A list of TensorDicts as a batch. Dtypes are not promoted, as torch.stack would: SchemaError names the key."""
+    first = {k: t.dtype for k, t in tensor_leaves(rows[0]).items()}
+    for i, td in enumerate(rows[1:], 1):
+        for key, t in tensor_leaves(td).items():
+            if first.get(key, t.dtype) != t.dtype:
+                raise SchemaError(
+                    f"key {show_key(key)}: {first[key]} in the first TensorDict of the list, {t.dtype} in number {i}"
+                )
+    try:
+        return torch.stack(rows)  # type: ignore[return-value]
+    except (RuntimeError, KeyError) as e:
+        raise SchemaError(f"the {len(rows)} TensorDicts of the list cannot be stacked: {e}") from None
 
 
 def make_tensordict(keys: tuple[Key, ...], leaves: list[torch.Tensor], batch: torch.Size) -> TensorDict:
@@ -153,16 +177,16 @@ class ShmStorage:
         if self._buffer is None:
             make = dict(self._make)
             example = make.pop("example")
-            if isinstance(example, TensorDictBase):
-                leaves = tensor_leaves(example)
-                shown = Schema.from_leaves(leaves, min(1, example.batch_dims))
+            if example is not None:
+                batched = isinstance(example, TensorDictBase) and example.batch_dims > 0
+                leaves = tensor_leaves(example) if isinstance(example, TensorDictBase) else flatten(example)
+                arrays = {k: v if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in leaves.items()}
+                shown = Schema.from_leaves(arrays, int(batched))
                 if make["schema"] is not None:
-                    Schema.from_spec(make["schema"]).require_same(shown, "the example")
+                    given = make["schema"]
+                    make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
+                    make["schema"].require_same(shown, "the example")
                 make["schema"] = make["schema"] or shown
-            elif example is not None:
-                make["example"] = {
-                    k: plain(k, v).numpy() if isinstance(v, torch.Tensor) else v for k, v in flatten(example).items()
-                }
             self._buffer = Buffer.create(**make, config={"face": dict(face)})
         return self._buffer
 
@@ -254,6 +278,8 @@ class ShmStorage:
             raise SchemaError(f"got batch size {list(batch)}: {what}.{hint} Nothing was stored.")
         schema = self.buffer.schema
         leaves = tensor_leaves(td)
+        if not leaves and not single and batch[0] == 0:
+            return [], 0
         known = set(schema.keys) if schema is not None else set()
         for key in [
             k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known
@@ -332,27 +358,19 @@ class ShmStorage:
         addresses = native.addresses_in(self._out_columns, out, n) if type(out) is TensorDict else None
         if addresses is not None:
             return addresses
-        for key in ("row_id", "index"):
-            if out.get(key, None) is None:
-                out.set(key, torch.empty(n, dtype=torch.int64))
         leaves = tensor_leaves(out)
+        added: dict[Key, torch.Tensor] = {k: torch.empty(n, dtype=torch.int64) for k in (("row_id",), ("index",)) if k not in leaves}
+        leaves.update(added)
         for c in self._out_schema.columns:
-            t = leaves.get(c.key)
+            t, key = leaves.get(c.key), show_key(c.key)
             if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
-                raise SchemaError(
-                    f"out, key {show_key(c.key)}: got {'nothing' if t is None else f'{t.dtype}{list(t.shape[1:])}'}, "
-                    f"expected {c}"
-                )
-            if (
-                t.layout != torch.strided
-                or not t.is_contiguous()
-                or t.device.type != "cpu"
-                or t.is_neg()
-                or t.is_conj()
-            ):
-                raise SchemaError(
-                    f"out, key {show_key(c.key)}: has to be a plain contiguous CPU tensor to be written into"
-                )
+                got = "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}"
+                raise SchemaError(f"out, key {key}: got {got}, expected {c}")
+            plain_cpu = t.layout == torch.strided and t.device.type == "cpu" and t.is_contiguous()
+            if not plain_cpu or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
+                raise SchemaError(f"out, key {key}: has to be a plain contiguous CPU tensor to be written into")
+        for k, t in added.items():
+            out.set(k[0], t)
         return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
     def get(self, index: Any) -> Any:
@@ -380,11 +398,18 @@ class ShmStorage:
             single, shape = array.ndim == 0, array.shape
             slots = array.reshape(-1).astype(np.int64)
             if len(shape) > 1:
-                return self._rows(schema, np.where(slots < 0, slots + size, slots)).reshape(shape)
-        rows = self._rows(schema, np.where(slots < 0, slots + size, slots))
+                return self._rows(schema, self._counted(slots, size)).reshape(shape)
+        rows = self._rows(schema, self._counted(slots, size))
         return rows[0] if single else rows
 
     __getitem__ = get
+
+    @staticmethod
+    def _counted(slots: np.ndarray, size: int) -> np.ndarray:
+        """Negative ones from the end."""
+        if slots.size and int(slots.min()) < -size:
+            raise IndexError(f"index {int(slots.min())} is out of range: {size:,} rows are stored")
+        return np.where(slots < 0, slots + size, slots)
 
     def _rows(self, schema: Schema, slots: np.ndarray) -> TensorDictBase:
         leaves = self._fresh(len(slots), False)[:-2]

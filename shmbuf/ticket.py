@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmbuf._extension import native
 from shmbuf.errors import CommitInterrupted, CommitPending, StorageLost
+from shmbuf.failures import writer_text
+
+if TYPE_CHECKING:
+    from shmbuf.buffer import Buffer
 
 FOREVER = -1.0
 
@@ -32,10 +36,14 @@ class Ticket:
         rows: how many went in (fewer than were given only with a drop policy).
     """
 
-    __slots__ = ("_capacity", "_native", "convert", "size")
+    __slots__ = ("_buffer", "_native", "convert")
 
-    def __init__(self, ticket: Any, size: int, capacity: int, convert: Callable[[np.ndarray, int], Any]):
-        self._native, self.size, self._capacity, self.convert = ticket, size, capacity, convert
+    def __init__(self, ticket: Any, buffer: Buffer, convert: Callable[[np.ndarray, int], Any]):
+        self._native, self._buffer, self.convert = (
+            ticket,
+            buffer,
+            convert,
+        )  # the buffer: not closed by GC while one waits
 
     @property
     def rows(self) -> int:
@@ -75,7 +83,7 @@ class Ticket:
             ) from None
         if status:
             self._failed(native.STATUSES[status], timeout)
-        return self.convert(self.ids(), self._capacity)
+        return self.convert(self.ids(), self._buffer.capacity)
 
     def ids(self) -> np.ndarray:
         """int64 ids of the committed rows."""
@@ -85,8 +93,8 @@ class Ticket:
     def _failed(self, status: str, timeout: float | None) -> None:
         if status == "timeout":
             raise CommitPending(
-                f"{self.rows:,} of {self.size:,} rows are in the ring but not committed after {timeout} s: "
-                "they will be stored; .ticket waits for them",
+                f"{self.rows:,} of {self._native.asked:,} rows are in the ring but not committed after {timeout:g} s: they will be "
+                f"stored; .ticket waits for them. {writer_text(self._buffer)}",
                 self,
                 self.rows,
             )
@@ -99,7 +107,7 @@ class Ticket:
 class Nothing:
     """The native ticket of zero rows."""
 
-    rows, status = 0, 0
+    rows, asked, status = 0, 0, 0
 
     @staticmethod
     def wait(timeout: float) -> int:

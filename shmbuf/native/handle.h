@@ -24,6 +24,8 @@ struct Gone { Status why; };  // thrown by Use
 struct TicketState {
   struct Piece { u64 at, end, n, first; };
   std::vector<Piece> pieces;
+  u64 asked = 0;            // rows that were to be put
+  u32 asked_pieces = 1;     // records they make
   bool resolved = false;
 };
 
@@ -40,7 +42,7 @@ class Handle {
       u8 *probe = map_file(map_fd, 2 * kPage, true);
       u64 config_bytes = reinterpret_cast<const Header *>(probe)->config_bytes;
       munmap(probe, 2 * kPage);
-      if (config_bytes > bytes) config_bytes = bytes;
+      if (config_bytes < 2 * kPage || config_bytes > bytes) config_bytes = 2 * kPage;  // check_header says what is wrong
       s_.map = map_file(map_fd, config_bytes, readonly_);
       s_.mapped_bytes = config_bytes;
       check_header(s_.map, config_bytes);
@@ -138,6 +140,7 @@ class Handle {
     if (Status s = open_producer(); s != Status::ok) return s;
     ticket = std::make_shared<TicketState>();
     u64 most = producer_.max_rows_per_record();
+    ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most);
     for (u64 from = 0; from < n_rows;) {
       u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes);
       if (destroyed()) return Status::destroyed;
@@ -165,6 +168,20 @@ class Handle {
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
     if (destroyed()) return Status::destroyed;
+    // What was put before this call, by anybody, is to be forgotten: first let it be stored.
+    std::vector<u64> tails(s_.n_slots());
+    for (u32 i = 0; i < tails.size(); ++i) tails[i] = load(s_.slot(i).tail, acquire);
+    auto stored = [&] {
+      for (u32 i = 0; i < tails.size(); ++i)
+        if (int(i) != slot_ && load(s_.slot(i).head_pub, acquire) < tails[i]) return false;
+      return true;
+    };
+    while (!stored()) {
+      role_.help(stored);
+      if (stored()) break;
+      if (Status s = abandoned(deadline, check); s != Status::ok) return s == Status::timeout ? Status::full : s;
+      nap(200'000);
+    }
     ticket = std::make_shared<TicketState>();
     if (!producer_.has_room(sizeof(Record)))
       if (Status s = make_room(sizeof(Record), Full::block, deadline, check); s != Status::ok) return s;
@@ -362,6 +379,8 @@ class Handle {
           continue;
         }
         if (now_ns() >= patience) {
+          store(slot.skip_to, u64(0), release);  // what is in the ring stays: the new rows go instead
+          if (room()) break;
           stuck_at_ = seq + 1, out = Status::dropped;
           break;
         }
@@ -388,6 +407,7 @@ class Handle {
       if (o.ticket.use_count() > 1) {
         auto &p = o.ticket->pieces[o.piece];
         if (p.first == kPending) p.first = producer_.result(p.at);
+        if (o.piece + 1 == o.ticket->asked_pieces) o.ticket->resolved = true;  // the last one
       }
       outstanding_.pop_front();
     }

@@ -92,7 +92,10 @@ bool tensor_column(PyObject *t, const Leaf &leaf, Py_ssize_t n, int lead, Column
       (leaf.complex && call_true(t, k.is_conj)))
     return false;
   PyObject *address = PyObject_CallMethodNoArgs(t, k.data_ptr);
-  if (!address) return false;
+  if (!address || (PyLong_AsVoidPtr(address) == nullptr && leaf.bytes && (n || !lead))) {  // a tensor without memory
+    Py_XDECREF(address);
+    return false;
+  }
   out = {leaf.offset, leaf.bytes, static_cast<const u8 *>(PyLong_AsVoidPtr(address)), i64(leaf.bytes)};
   Py_DECREF(address);
   return true;
@@ -142,9 +145,14 @@ struct Ticket {
   }
   bool done() {
     if (!state || state->pieces.empty() || state->resolved) return true;
-    Handle::Use use(*handle);
-    return handle->resolve(*state);
+    try {
+      Handle::Use use(*handle);
+      return handle->resolve(*state);
+    } catch (const Gone &) {  // closed, or this is a fork child: what became of it is not known here
+      return false;
+    }
   }
+  u64 asked() const { return state ? state->asked : 0; }
   nb::list pieces() const {  // (rows, first id or None) per record
     nb::list out;
     if (state)
@@ -496,6 +504,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   nb::class_<Ticket>(m, "Ticket")
       .def_prop_ro("status", [](const Ticket &t) { return int(t.status); })
       .def_prop_ro("rows", &Ticket::rows)
+      .def_prop_ro("asked", &Ticket::asked)
       .def("wait", &Ticket::wait, "timeout"_a)
       .def("done", &Ticket::done)
       .def("pieces", &Ticket::pieces);

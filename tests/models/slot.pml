@@ -3,8 +3,7 @@
    a slot is freed only with a drained ring; whoever changes the word holds its byte; in the end every row has been drained and the
    slot is free.
    Mutants: -DNORECHECK a claim looks for FREE before locking only   -DNOREDRAIN a sweep looks at the ring before locking only
-            -DNOLOCK a sweep takes no lock   -DUNLOCKFIRST close unlocks before it stores CLOSED   -DFREEFIRST a sweep stores FREE
-            before it gives the memory back */
+            -DNOLOCK a sweep takes no lock   -DUNLOCKFIRST close unlocks before it stores CLOSED */
 #ifndef CRASHES
 #define CRASHES 2
 #endif
@@ -41,8 +40,7 @@ start:                                       /* killed, it comes back as another
 #ifdef UNLOCKFIRST
      if :: atomic { own = 0; owners--; lock = 0 } CRASH fi;
      STEP(word = CLOSED);
-     assert(lock == 0 || owners == 0);
-#else
+ #else
      STEP(SET(CLOSED));
      if :: atomic { own = 0; owners--; lock = 0 } CRASH fi;
 #endif
@@ -68,17 +66,12 @@ end:
 #else
      :: word != FREE && DRAINED ->
 #endif
-#ifdef FREEFIRST
-        STEP(word = FREE);
-        STEP(funded = false);
-#else
         STEP(funded = false);                /* punch a hole: what lies in the ring is gone */
 #ifdef NOLOCK
         STEP(word = FREE);
 #else
         atomic { assert(DRAINED) };
         STEP(SET(FREE));
-#endif
 #endif
      :: else
      fi;

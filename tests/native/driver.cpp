@@ -348,9 +348,9 @@ int main(int argc, char **argv) {
     rings();
     priorities();
     if (!processes) handles();
-    sum.rows += board->rows, sum.checked += board->checked, sum.skips += board->skips, sum.clears += board->clears, sum.swept += board->swept;
+    sum.rows += board->rows, sum.checked += board->checked, sum.skips += board->skips, sum.clears += board->clears, sum.swept += board->swept, sum.deaths += board->deaths;
     sum.updates += board->updates, sum.stale += board->stale, sum.drawn += board->drawn;
   }
-  std::printf("ok: %" PRIu64 " rounds; %" PRIu64 " rows put, %" PRIu64 " read, %" PRIu64 " skips, %" PRIu64 " CLEARs, %" PRIu64 " slots swept; priorities: %" PRIu64
-              " set, %" PRIu64 " stale, %" PRIu64 " drawn\n", round, sum.rows, sum.checked, sum.skips, sum.clears, sum.swept, sum.updates, sum.stale, sum.drawn);
+  std::printf("ok: %" PRIu64 " rounds, %" PRIu64 " killed; %" PRIu64 " rows put, %" PRIu64 " read, %" PRIu64 " skips, %" PRIu64 " CLEARs, %" PRIu64 " slots swept; priorities: %" PRIu64
+              " set, %" PRIu64 " stale, %" PRIu64 " drawn\n", round, sum.deaths, sum.rows, sum.checked, sum.skips, sum.clears, sum.swept, sum.updates, sum.stale, sum.drawn);
 }

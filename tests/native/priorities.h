@@ -5,6 +5,7 @@
 //             draws each leaf gets its share. Where actors were killed: after the writer's redo and a scrub
 #pragma once
 #include "harness.h"
+#include <barrier>
 
 // The values a row may have: its first one (which = 0) and four that updaters choose from. Some are 0, the others 1e-8 to 1e8.
 inline float priority_of(u64 id, u64 which) {
@@ -99,6 +100,30 @@ inline void tree_at_rest(const PriorityTree &t) {
   for (u64 j = 0; j < n && got; ++j)
     CHECK(std::abs(double(hits[j]) - kDraws * double(p[j]) / root) < 1.01, "%g of %g was drawn %" PRIu64 " times", double(p[j]), root, hits[j]);
 }
+// What a lost refresh leaves stale the next one heals: so look after every burst of a few changes to a small tree.
+inline void bursts() {
+  const u64 n = 1 + g.capacity % 70;
+  std::vector<u8> memory(PriorityTree::bytes(n) + 128);
+  PriorityTree t(memory.data() + (128 - reinterpret_cast<u64>(memory.data()) % 128), n);
+  u64 looks = 0;
+  std::barrier rest(3, [&]() noexcept { CHECK(t.check() == 0, "%" PRIu64 " stale nodes after a burst", t.check()), ++looks; });
+  auto change = [&](u64 life, auto step) {
+    for (Rng rng{life}; !stopped(); rest.arrive_and_wait())
+      for (u64 k = rng.below(3); k < 3; ++k) step(rng);
+    rest.arrive_and_drop();
+  };
+  auto set = [&](Rng &rng) {
+    u64 id = rng.below(n);
+    float p = float(rng.below(3));  // few values, so that one returns while another updater looks
+    t.set(&id, &p, 1);
+  };
+  auto renew = [&](Rng &rng) {
+    u64 first = rng.below(n), k = 1 + rng.below(3);
+    float p = 1;
+    t.evict(first, std::min(k, n - first)), t.publish(first, &p, 0, std::min(k, n - first));
+  };
+  run({[&](u64 life) { change(life, set); }, [&](u64 life) { change(life, set); }, [&](u64 life) { change(life, renew); }}, [&] { return load(looks, relaxed); });
+}
 inline void priorities() {
   u64 bytes = PriorityTree::bytes(g.capacity);
   auto *memory = static_cast<u8 *>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
@@ -114,5 +139,6 @@ inline void priorities() {
     CHECK(t.scrub() == 0, "a second scrub at rest changes nodes");
   }
   tree_at_rest(t);
+  if (!processes) bursts();
   munmap(memory, bytes);
 }

@@ -43,9 +43,8 @@ def numbers(buf: Buffer) -> list[int]:
 
 
 def figures(buf: Buffer) -> dict:
-    """All that a call which raises must not move."""
-    s = buf.stats()
-    s.pop("writer_age")
+    """All that a call which raises must not move (who looked last whether there is anything to write may change)."""
+    s = {k: v for k, v in buf.stats().items() if k not in ("writer_age", "writer_pid")}
     return {**s, "len": len(buf), "window": buf.window, "write_count": buf.write_count, "schema": buf.schema,
             "rings": [(c["slot"], c["ring_used"], c["put_rows"], c["stored_rows"]) for c in buf.collectors()]}
 
