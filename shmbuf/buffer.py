@@ -304,11 +304,12 @@ class Buffer:
         self._header = self._handle.header
         self._schema = schema
 
-    def _build(self, schema: Schema, whose: str) -> None:
+    def _build(self, schema: Schema, whose: str, timeout: float | None = None) -> None:
         if self._readonly and not self._get("ready"):
             raise PermissionError("a read-only handle cannot give the buffer its schema")
         self._get("ready")  # a fork child attaches anew here
-        self._use_schema(segment.build(self._handle, schema, whose))
+        seconds = self._seconds if timeout is None else seconds_of(timeout)
+        self._use_schema(segment.build(self._handle, schema, whose, seconds))
 
     def __len__(self) -> int:
         return self._get("size")
@@ -375,7 +376,7 @@ class Buffer:
             leaves = as_arrays(rows)
             if count(leaves) == 0:
                 return self._nothing()
-            self._build(Schema.from_leaves(leaves, 1), "the first put")
+            self._build(Schema.from_leaves(leaves, 1), "the first put", timeout)
         if type(rows) is dict:
             ticket = self.submit(self._columns, rows, -2, wake=wake, timeout=timeout, tensors=False)
             if ticket is not None:

@@ -49,6 +49,8 @@ def put_failed(buffer: Buffer, status: str, ticket: Ticket, seconds: float) -> N
         )
     if status == "readonly":
         raise PermissionError(f"this handle on buffer {buffer.name!r} is read-only")
+    if status == "forked":
+        raise StorageLost("this process was forked inside a signal handler inside the call: the call is the parent's")
     raise StorageLost(
         f"buffer {buffer.name!r} was {status} while rows were being put ({rows:,} of {n:,} are in its ring)"
     )

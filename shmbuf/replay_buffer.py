@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -12,11 +13,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf.buffer import Buffer
-from shmbuf.errors import BufferFormatError, SchemaError
+from shmbuf.errors import BufferFormatError, RingFull, SchemaError
 from shmbuf.samplers import SAMPLERS, RandomSampler
 from shmbuf.schema import Key, as_key
 from shmbuf.storage import ShmStorage, stack
-from shmbuf.ticket import Ticket
+from shmbuf.ticket import Ticket, seconds_of
 
 Self = TypeVar("Self", bound="ReplayBuffer")
 _FACES: dict[str, type[ReplayBuffer]] = {}
@@ -25,7 +26,7 @@ _ALL: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 def _new_locks() -> None:  # another thread of the parent may have held one at the fork
     for rb in _ALL:
-        rb._lock = threading.Lock()
+        rb._lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_new_locks)
@@ -69,7 +70,7 @@ class ReplayBuffer:
         self._batch_size = _positive(batch_size)
         self._priority_key: Key | None = getattr(self, "_priority_key", None)
         self._pin = pin_memory and torch.cuda.is_available()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         _ALL.add(self)
         self._storage.open(
             {
@@ -94,7 +95,7 @@ class ReplayBuffer:
         except (KeyError, TypeError, ValueError) as e:
             buffer.close()
             raise BufferFormatError(f"buffer {buffer.name!r}: its configuration cannot be used: {e!r}") from None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         _ALL.add(self)
         return self
 
@@ -117,23 +118,34 @@ class ReplayBuffer:
             CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
         """
         td = self._batch(data)
-        with self._lock:
+        with self._alone(timeout):
             ticket = self._storage.put(td, wake=False, timeout=timeout, priority_key=self._priority_key)
         return ticket.wait(timeout)
 
     def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
         """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call."""
         td = self._batch(data)
-        with self._lock:
+        with self._alone(timeout):
             return self._storage.put(td, timeout=timeout, priority_key=self._priority_key)
 
     def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int | None:
         """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it."""
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
-        with self._lock:
+        with self._alone(timeout):
             ticket = self._storage.put(td, wake=False, timeout=timeout, single=True, priority_key=self._priority_key)
         index = ticket.wait(timeout)
         return int(index) if len(index) else None
+
+    @contextlib.contextmanager
+    def _alone(self, timeout: float | None) -> Iterator[None]:
+        """Threads put in turn. A signal handler inside a put of its own thread gets ConcurrentUse, no deadlock."""
+        seconds = self.buffer._seconds if timeout is None else seconds_of(timeout)
+        if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX) if seconds >= 0 else -1):
+            raise RingFull(f"another thread of this process has been putting for {seconds:g} s. Nothing was put.")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _batch(self, data: Any) -> TensorDictBase:
         if type(data) is TensorDict or isinstance(data, TensorDictBase):
@@ -206,7 +218,7 @@ class ReplayBuffer:
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget all rows, for every process; indices start again at 0."""
-        with self._lock:
+        with self._alone(None):
             self.buffer.empty(empty_write_count=empty_write_count)
 
     # ---- what it is ---------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def flatten(tree: Mapping, prefix: Key = (), is_node=lambda v: isinstance(v, Map
     """``{"a": x, "next": {"b": y}}`` or ``{"a": x, ("next", "b"): y}`` → ``{("a",): x, ("next", "b"): y}``."""
     out: dict[Key, Any] = {}
     for k, v in tree.items():
-        key = prefix + as_key(k)
+        key = as_key(prefix + as_key(k))  # also bounds the depth of what holds itself
         for full, leaf in (flatten(v, key, is_node) if is_node(v) else {key: v}).items():
             if full in out:
                 raise SchemaError(f"key {show_key(full)} is given twice")
@@ -185,6 +185,7 @@ class Schema:
         for c in columns:
             if c.dtype not in DTYPES:
                 raise SchemaError(f"key {show_key(c.key)}: dtype {c.dtype!r} is unknown")
+            as_key(c.key)
             if len(c.shape) > MAX_DIMS:
                 raise SchemaError(f"key {show_key(c.key)}: {len(c.shape)} dimensions; at most {MAX_DIMS}")
             if any(not isinstance(d, int) or not 0 <= d <= MAX_ROW_BYTES for d in c.shape):

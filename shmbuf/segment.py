@@ -22,6 +22,7 @@ from shmbuf.errors import (
     BufferInUse,
     BufferNotFound,
     NotEnoughMemory,
+    RingFull,
     StorageLost,
 )
 from shmbuf.schema import Schema
@@ -297,16 +298,23 @@ def _open(shm_name: str, readonly: bool) -> int:
     return posix_ipc.SharedMemory(shm_name, read_only=readonly).fd if readonly else posix_ipc.SharedMemory(shm_name).fd
 
 
-def build(handle: Any, schema: Schema, whose: str) -> Schema:
+def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Schema:
     """Give the segment its rows. Of several processes at once one builds, the others' schemas are checked against it.
 
-    Returns the buffer's schema. Raises SchemaError, NotEnoughMemory, StorageLost.
+    Returns the buffer's schema. Raises SchemaError, NotEnoughMemory, StorageLost, RingFull (not within ``seconds``).
     """
+    give_up = time.monotonic() + seconds if seconds >= 0 else None
     while not handle.ready:
         if handle.destroyed:
             raise StorageLost("the buffer was destroyed before it got its schema")
         if not handle.try_lock_build():
-            time.sleep(0.001)  # the lock goes with its holder, so this ends
+            if give_up is not None and time.monotonic() >= give_up:
+                pid = handle.builder_pid
+                raise RingFull(
+                    f"pid {pid} (state {process_state(pid) or 'gone'}) has been reserving the buffer's memory for its first rows for "
+                    f"{seconds:g} s. Nothing was put."
+                )
+            time.sleep(0.001)  # the lock goes with its holder
             continue
         try:
             if handle.ready:
@@ -352,20 +360,25 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         if instance_id is not None and handle.header["instance_id"] != instance_id:
             raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
         lock_fd = _open("/" + file_name(name, owner), False)
+        if os.fstat(lock_fd).st_ino != handle.inode:  # replaced between the two openings
+            raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
         if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
             live = [m for m in handle.members() if m["alive"] and m["pid"] != os.getpid()]
-            who = (
-                ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8])
-                or "this process, or a read-only handle of another"
-            )
+            who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8])
+            who = who or "this process, or a read-only handle of another"
             raise BufferInUse(
                 f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
                 f"`shminfo rm --force {name}` to take it from under them."
             )
+        # Only who holds this byte of an inode removes that inode's name: two at once never remove a successor's.
+        if not native.lock_byte(lock_fd, native.LOCK_DESTROY, True):
+            raise BufferInUse(f"buffer {name!r} is being destroyed by another process")
+        if os.stat(path).st_ino != handle.inode:
+            raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
         handle.mark_destroyed()
         posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
-    except posix_ipc.ExistentialError:
-        raise BufferNotFound(_not_found_text(name, owner)) from None
+    except (posix_ipc.ExistentialError, FileNotFoundError) as e:
+        raise e if isinstance(e, BufferNotFound) else BufferNotFound(_not_found_text(name, owner)) from None
     finally:
         if lock_fd >= 0:
             os.close(lock_fd)

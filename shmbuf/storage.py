@@ -245,7 +245,7 @@ class ShmStorage:
                 )
                 if ticket is not None:
                     return ticket
-        leaves, n = self._convert(td, single, priority_key)
+        leaves, n = self._convert(td, single, priority_key, timeout)
         if n == 0:
             ticket = self.buffer._nothing()
             ticket.convert = _as_indices
@@ -256,7 +256,9 @@ class ShmStorage:
         assert ticket is not None, "converted rows fit"
         return ticket
 
-    def _convert(self, td: Any, single: bool, priority_key: Key | None) -> tuple[list[torch.Tensor], int]:
+    def _convert(
+        self, td: Any, single: bool, priority_key: Key | None, timeout: float | None
+    ) -> tuple[list[torch.Tensor], int]:
         """Whatever can be taken, plain; else a SchemaError with every difference."""
         if not isinstance(td, TensorDictBase) and not is_tensor_collection(td):
             raise SchemaError(f"rows are a TensorDict, not {type(td).__name__}")
@@ -290,7 +292,7 @@ class ShmStorage:
         if schema is None:
             if not single and batch[0] == 0:
                 return [], 0
-            self.buffer._build(Schema.from_leaves(leaves, lead), "the first rows")
+            self.buffer._build(Schema.from_leaves(leaves, lead), "the first rows", timeout)
             schema = self.buffer.schema
             assert schema is not None
         got = {k: (str(t.dtype).removeprefix("torch."), tuple(t.shape[lead:])) for k, t in leaves.items()}
@@ -359,7 +361,9 @@ class ShmStorage:
         if addresses is not None:
             return addresses
         leaves = tensor_leaves(out)
-        added: dict[Key, torch.Tensor] = {k: torch.empty(n, dtype=torch.int64) for k in (("row_id",), ("index",)) if k not in leaves}
+        added: dict[Key, torch.Tensor] = {
+            k: torch.empty(n, dtype=torch.int64) for k in (("row_id",), ("index",)) if k not in leaves
+        }
         leaves.update(added)
         for c in self._out_schema.columns:
             t, key = leaves.get(c.key), show_key(c.key)

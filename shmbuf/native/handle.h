@@ -95,13 +95,24 @@ class Handle {
     }
     ~Use() {
       innermost() = outer;
-      h.leave();
+      if (!h.forked_) h.leave();  // a fork inside a signal handler inside this call: the child counts from 0
     }
   };
 
   // ---- schema ----
-  bool try_lock_build() { return lock_byte(lock_fd_, kLockBuild, F_WRLCK); }
-  void unlock_build() { unlock_byte(lock_fd_, kLockBuild); }
+  bool try_lock_build() {  // threads of this handle share its description: the flag excludes them (see role.h)
+    if (building_.exchange(true, acquire)) return false;
+    if (lock_byte(lock_fd_, kLockBuild, F_WRLCK)) {
+      store(s_.control().builder_pid, me_.pid, relaxed);
+      return true;
+    }
+    building_.store(false, release);
+    return false;
+  }
+  void unlock_build() {
+    unlock_byte(lock_fd_, kLockBuild);
+    building_.store(false, release);
+  }
   int build(const u8 *schema, u64 bytes, u64 row_bytes, u32 n_columns) {
     return shmbuf::build(lock_fd_, s_, schema, bytes, row_bytes, n_columns);
   }
@@ -357,7 +368,8 @@ class Handle {
     if (closed()) return Status::closed;
     if (destroyed()) return Status::destroyed;
     if (now_ns() >= deadline) return Status::timeout;
-    return check() ? Status::ok : Status::interrupted;
+    if (!check()) return Status::interrupted;
+    return forked_ ? Status::forked : Status::ok;  // a handler may have forked: in the child this call is nobody's
   }
   template <class Check> Status make_room(u64 need, Full full, u64 deadline, Check check) {
     if (full == Full::error) return Status::full;
@@ -509,7 +521,7 @@ class Handle {
     close_fds();
     forked_ = true, thread_running_ = false, presence_ = false;
     role_.after_fork();
-    uses_.store(0, relaxed), putting_.store(false, relaxed);
+    uses_.store(0, relaxed), putting_.store(false, relaxed), building_.store(false, relaxed);
     new (&mutex_) std::mutex;  // another thread of the parent may have held them
     new (&tickets_mutex_) std::mutex;
   }
@@ -519,7 +531,7 @@ class Handle {
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
   bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
-  std::atomic<bool> built_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};
+  std::atomic<bool> built_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false}, building_{false};
   std::atomic<u32> uses_{0};
   u32 stop_ = 0;
   pthread_t thread_{};

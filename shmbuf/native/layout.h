@@ -25,7 +25,7 @@ constexpr u64 align_up(u64 n, u64 to) { return (n + to - 1) / to * to; }
 
 // ---- lock bytes: open-file-description locks far beyond the end of the file -------------------------------------
 inline constexpr i64 kLockBase = i64(1) << 62;
-inline constexpr i64 kLockPresence = kLockBase, kLockWriter = kLockBase + 1, kLockBuild = kLockBase + 2;
+inline constexpr i64 kLockPresence = kLockBase, kLockWriter = kLockBase + 1, kLockBuild = kLockBase + 2, kLockDestroy = kLockBase + 3;
 constexpr i64 lock_slot(u32 i) { return kLockBase + 0x10000 + i; }
 constexpr i64 lock_member(u32 i) { return kLockBase + 0x20000 + i; }
 
@@ -64,6 +64,7 @@ struct Control {
   alignas(128) u32 state;         // State                                                  builder
   u32 ready_wait;                 // futex: waits for the schema                            waiters, builder
   u32 destroyed;                  // set by destroy; every put and every wait looks         destroyer
+  u32 builder_pid;                // who reserves the rows, or did: for people
   u32 n_slots;                    // slots [0, n_slots) have been claimed at least once     collectors, by CAS
   alignas(128) u32 writer_wait;   // futex: the drain thread sleeps
   alignas(128) u32 data_wait;     // futex: somebody waits for rows

@@ -481,7 +481,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.attr("STATUSES") = nb::tuple(status_list);
   m.attr("READONLY") = int(Handle::kReadonly), m.attr("NO_PRESENCE") = int(Handle::kNoPresence);
   m.attr("CREATOR") = int(kCreator), m.attr("READER") = int(kReader);
-  m.attr("LOCK_PRESENCE") = kLockPresence;
+  m.attr("LOCK_PRESENCE") = kLockPresence, m.attr("LOCK_DESTROY") = kLockDestroy;
   m.def("config_bytes", &config_bytes, "max_collectors"_a, "max_members"_a, "config_bytes"_a);
   m.def("ring_bytes", &choose_ring_bytes, "asked"_a, "row_bytes"_a);
   m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
@@ -515,6 +515,12 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def_prop_ro("forked", [](const H &h) { return h->forked(); })
       .def_prop_ro("closed", [](const H &h) { return h->closed(); })
       .def_prop_ro("present", [](const H &h) { return h->present(); })
+      .def_prop_ro("inode", [](const H &h) {
+        Handle::Use use(*h);
+        struct stat st;
+        return fstat(h->lock_fd(), &st) ? u64(0) : u64(st.st_ino);
+      })
+      .def_prop_ro("builder_pid", [](const H &h) { Handle::Use use(*h); return load(h->segment().control().builder_pid, relaxed); })
       .def_prop_ro("attached", [](const H &h) { Handle::Use use(*h); return byte_is_held(h->lock_fd(), kLockPresence); })
       .def_prop_ro("destroyed", [](const H &h) { Handle::Use use(*h); return h->destroyed(); })
       .def_prop_ro("slot", [](const H &h) { return h->slot(); })

@@ -24,6 +24,18 @@ inline bool lock_byte(int fd, i64 at, short type) {
   while (r && errno == EINTR);
   return r == 0;
 }
+// Memory for a range of the file now, as an error, not at first touch, as a SIGBUS. tmpfs undoes an interrupted reservation
+// and starts again from nothing, so signals wait, piece by piece. 0 or an errno.
+inline int reserve_range(int fd, u64 from, u64 bytes) {
+  constexpr u64 kPiece = 64u << 20;
+  while (bytes) {
+    const u64 n = bytes < kPiece ? bytes : kPiece;
+    SignalsBlocked blocked;
+    if (int e = posix_fallocate(fd, i64(from), i64(n)); e && e != EINTR) return e;
+    else if (!e) from += n, bytes -= n;
+  }
+  return 0;
+}
 inline void unlock_byte(int fd, i64 at) { lock_byte(fd, at, F_UNLCK); }
 // Held by another description? (Asked through the holder's own description the kernel says no.)
 inline bool byte_is_held(int fd, i64 at) {
@@ -170,10 +182,8 @@ class Registry {  // call with the handle's registry mutex held
  private:
   static bool drained(const Slot &slot) { return load(slot.head_pub, acquire) == load(slot.tail, acquire); }
   i64 ring_offset(u32 i) const { return i64(s_.header().built.rings_offset + u64(i) * s_.ring_bytes); }
-  int fund_ring(u32 i) {  // memory now, as an error, not at first touch, as a SIGBUS
-    int e;
-    do e = posix_fallocate(fd_, ring_offset(i), i64(s_.ring_bytes));
-    while (e == EINTR);
+  int fund_ring(u32 i) {
+    int e = reserve_range(fd_, u64(ring_offset(i)), s_.ring_bytes);
     if (e) fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_bytes));
     return e;
   }

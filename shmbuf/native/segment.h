@@ -138,9 +138,7 @@ inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, u64 row
   BuildLayout at(h, schema_bytes, row_bytes);
   FAILPOINT(build_locked);
   if (ftruncate(fd, i64(h.config_bytes))) return errno;  // what a builder killed half-way left behind
-  int e;
-  do e = posix_fallocate(fd, i64(h.config_bytes), i64(at.rings - h.config_bytes));
-  while (e == EINTR);
+  int e = reserve_range(fd, h.config_bytes, at.rings - h.config_bytes);
   if (!e && ftruncate(fd, i64(at.file))) e = errno;  // rings stay sparse
   if (e) {
     if (ftruncate(fd, i64(h.config_bytes))) return errno;
