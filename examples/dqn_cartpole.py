@@ -1,27 +1,30 @@
-"""DQN on CartPole-v1: collectors write, a learner in its own process samples, all through one named buffer.
+"""DQN on CartPole-v1: collectors write, a learner samples, each in its own process, all through one named buffer.
 
-    python examples/dqn_cartpole.py [--seed 1] [--collectors 4] [--target-return 400] [--timeout 300] [--out out]
+    python examples/dqn_cartpole.py [--seed 1] [--collectors 4] [--timeout 300] [--out out] [--help]
 
 Three kinds of process, and two buffers between them:
 
-    collector × 4   plays with the newest policy and puts every step     → buffer "cartpole", 1 row a step
-    learner         samples batches from it, publishes its weights       → buffer "cartpole-policy", 1 row in all
-    main            creates both, watches, judges the policy, ends everything; it never writes a row
+    collector × 4   plays with the newest policy, puts each step          → buffer "cartpole", the replay buffer
+    learner         samples batches from it, publishes its network        → buffer "cartpole-policy", one row in all
+    main            makes both, watches, judges the policy, ends everything; it never writes a row
 
-Collectors are numpy only: they start in half a second and never import torch. Nothing else connects the processes: no queue,
-no pipe, no lock. Each attaches by name, and any of them may be killed without hanging the others.
+Collectors use numpy only: they are up in half a second and never import torch. Nothing else connects the processes, no queue,
+no pipe, no lock: each attaches by name, and killing one leaves the others whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import gymnasium
@@ -34,54 +37,58 @@ from shmbuf import Buffer
 @dataclass
 class Settings:
     name: str = "cartpole"
-    """name of the buffer; the policy's is NAME-policy"""
+    """of the buffer; the policy's is NAME-policy"""
     seed: int = 1
-    """of environments and learner; runs still differ a little, because processes do not run in lockstep"""
+    """of environments and learner; runs still differ, because processes do not run in lockstep"""
     collectors: int = 4
     """number of collector processes"""
     target_return: float = 400.0
-    """success: the mean return of the evaluation reaches this"""
+    """success: the mean return of an evaluation is at least this"""
     timeout: float = 300.0
-    """seconds until it gives up, with exit status 1"""
+    """seconds after which it gives up"""
     out: str = "out"
     """folder for the picture"""
     capacity: int = 100_000
     """rows in the buffer; then the oldest are overwritten"""
     warmup: int = 2_000
-    """rows collected at random before the first update"""
-    rows_per_update: float = 4.0
-    """pace: collectors and learner wait for each other to keep this ratio"""
-    batch_size: int = 128
+    """rows, from random actions, before the first update"""
+    rows_per_update: float = 8.0
+    """collectors and learner wait for each other to keep this pace"""
+    batch_size: int = 256
     """rows of one sample"""
     learning_rate: float = 1e-3
-    """of Adam"""
-    gamma: float = 0.99
+    """of Adam; falls to a twentieth in the first 5,000 updates"""
+    gamma: float = 0.98
     """discount"""
-    tau: float = 0.01
-    """the target network moves by this part of the way at each update"""
-    epsilon_updates: int = 4_000
-    """updates during which epsilon falls from 1 to 0.05"""
-    publish_every: int = 20
+    tau: float = 0.05
+    """part of the way that the target network moves at each update"""
+    epsilon_updates: int = 2_000
+    """updates in which epsilon falls from 1 to each collector's own least"""
+    publish_every: int = 10
     """updates between two publications of the policy"""
-    eval_episodes: int = 10
-    """greedy episodes of one evaluation"""
+    evaluate_every: int = 250
+    """updates between two evaluations"""
+    episodes: int = 10
+    """greedy episodes of an evaluation"""
 
 
-# ---- the policy, in numpy: what collectors and the evaluation need of it ----------------------------------------------
+# ---- the policy, in numpy: what collectors and evaluation need of it --------------------------------------------------
+
+SCALE = np.array([1 / 2.4, 1 / 2, 1 / 0.21, 1 / 2], np.float32)  # brings the four observed numbers to about −1…1
 
 
 def q_values(net: dict[str, np.ndarray], observation: np.ndarray) -> np.ndarray:
-    """The learner's network (see there), from the row that it published."""
-    x = np.maximum(net["0.weight"] @ observation + net["0.bias"], 0)
+    """The same network as the learner's."""
+    x = np.maximum(net["0.weight"] @ (observation * SCALE) + net["0.bias"], 0)
     x = np.maximum(net["2.weight"] @ x + net["2.bias"], 0)
     return net["4.weight"] @ x + net["4.bias"]
 
 
-def newest(policy: Buffer) -> tuple[int, float, dict[str, np.ndarray]] | None:
-    """(updates, epsilon, net) of the policy buffer's only row; None before the first. Never half of one and half of the next."""
+def newest(policy: Buffer) -> tuple[int, float, dict[str, np.ndarray]]:
+    """(updates, epsilon, network) as last published: whole, never half of one and half of the next."""
     if not len(policy):
-        return None
-    row, _ = policy.draw(1, timeout=10)
+        return 0, 1.0, {}
+    row, _ = policy.draw(1, timeout=10)  # of one row, so it is the newest
     return int(row["updates"][0]), float(row["epsilon"][0]), {k: v[0] for k, v in row["net"].items()}
 
 
@@ -90,31 +97,30 @@ def newest(policy: Buffer) -> tuple[int, float, dict[str, np.ndarray]] | None:
 
 def collector(s: Settings, number: int, parent: int) -> None:
     buffer, policy = Buffer.attach(s.name), Buffer.attach(f"{s.name}-policy")
-    env = gymnasium.make("CartPole-v1")
+    least = np.geomspace(0.02, 0.2, s.collectors)[number]  # some explore more than others, as in Ape-X
     rng = np.random.default_rng([s.seed, number])
-    observation, _ = env.reset(seed=s.seed * 1000 + number)
-    while os.getppid() == parent:  # a killed main process takes us along
-        updates, epsilon, net = newest(policy) or (0, 1.0, {})
+    env = gymnasium.make("CartPole-v1")
+    observation, _ = env.reset(seed=1000 * s.seed + number)
+    while os.getppid() == parent:  # if main is killed, end too
+        updates, epsilon, net = newest(policy)
         if buffer.write_count > s.warmup + s.rows_per_update * (updates + 2 * s.publish_every):
-            time.sleep(0.001)  # ahead of the learner
+            time.sleep(0.001)  # the learner is behind
             continue
         for _ in range(16):
-            explore = rng.random() < epsilon
+            explore = rng.random() < max(epsilon, least)
             action = rng.integers(2) if explore else q_values(net, observation).argmax()
-            following, reward, terminated, truncated, _ = env.step(action)
-            buffer.put({
-                "observation": observation[None],  # a put takes rows [n, ...]; here n = 1
+            after, reward, terminated, truncated, _ = env.step(action)
+            buffer.put({  # returns at once; every leaf has a first dimension, the rows: here one
+                "observation": observation[None],
                 "action": np.array([action]),
                 "next": {
-                    "observation": following[None],
+                    "observation": after[None],
                     "reward": np.array([reward], np.float32),
                     "terminated": np.array([terminated]),
                     "done": np.array([terminated or truncated]),
                 },
             })
-            observation = following
-            if terminated or truncated:
-                observation, _ = env.reset()
+            observation = env.reset()[0] if terminated or truncated else after
 
 
 # ---- learner ----------------------------------------------------------------------------------------------------------
@@ -124,119 +130,129 @@ def learner(s: Settings, parent: int) -> None:
     import torch
     from torch import nn
 
-    torch.set_num_threads(1)  # small matrices: a second thread only gets in the collectors' way
     torch.manual_seed(s.seed)
+    torch.set_num_threads(1)  # the matrices are small, and collectors need the other cores
 
     def network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 
-    net, target = network(), network()
+    net, target, scale = network(), network(), torch.from_numpy(SCALE)
+    nn.init.ones_(net[-1].bias)  # values are in units of the best possible one: all is well until a fall teaches otherwise
     target.load_state_dict(net.state_dict())
-    adam = torch.optim.Adam(net.parameters(), lr=s.learning_rate, fused=True)
-    rb, policy = shmbuf.attach(s.name), Buffer.attach(f"{s.name}-policy")
-    rb.buffer.wait_rows(s.warmup, timeout=60)
+    adam = torch.optim.Adam(net.parameters(), fused=True)
+    rb, policy = shmbuf.attach(s.name), Buffer.attach(f"{s.name}-policy")  # rb: class and batch size as main chose them
     updates = 0
     while os.getppid() == parent:
-        while rb.write_count < s.warmup + s.rows_per_update * (updates - 2 * s.publish_every):
-            time.sleep(0.001)  # ahead of the collectors
-
-        batch = rb.sample()  # a TensorDict of batch_size rows, copied out of shared memory
-        after = batch["next"]
-        with torch.no_grad():  # double DQN: net picks the action, target values it
-            best = net(after["observation"]).argmax(1, keepdim=True)
-            value = target(after["observation"]).gather(1, best).squeeze(1)
-            goal = after["reward"] + s.gamma * ~after["terminated"] * value  # a time limit is no end: terminated, not done
-        chosen = net(batch["observation"]).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
-        loss = nn.functional.smooth_l1_loss(chosen, goal)
+        if rb.write_count < s.warmup + s.rows_per_update * (updates - 2 * s.publish_every):
+            time.sleep(0.001)  # the collectors are behind
+            continue
+        batch = rb.sample()  # a TensorDict [batch_size], copied out of shared memory
+        now, after = batch["observation"] * scale, batch["next", "observation"] * scale
+        with torch.no_grad():  # double DQN: net chooses the action, target values it
+            best = net(after).argmax(1, keepdim=True)
+            future = ~batch["next", "terminated"] * target(after).gather(1, best).squeeze(1)  # a time limit is no fall: not "done"
+            goal = (1 - s.gamma) * batch["next", "reward"] + s.gamma * future
+        value = net(now).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
+        adam.param_groups[0]["lr"] = s.learning_rate * max(0.05, 1 - updates / 5_000)
         adam.zero_grad()
-        loss.backward()
+        nn.functional.mse_loss(value, goal).backward()
         adam.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), s.tau)
-
         updates += 1
         if updates % s.publish_every == 0:
-            policy.extend({
+            policy.extend({  # returns when every process can see it
                 "updates": np.array([updates]),
-                "epsilon": np.array([max(0.05, 1 - 0.95 * updates / s.epsilon_updates)]),
+                "epsilon": np.array([max(0.0, 1 - updates / s.epsilon_updates)]),
                 "net": {name: p.detach().numpy()[None] for name, p in net.named_parameters()},
             })
 
 
-# ---- main: creates, watches, judges, ends -----------------------------------------------------------------------------
+# ---- main: makes the buffers, watches, judges, ends -------------------------------------------------------------------
 
 
 def evaluate(net: dict[str, np.ndarray], env: gymnasium.Env, episodes: int) -> float:
     """Mean return of greedy episodes."""
     total = 0.0
     for episode in range(episodes):
-        observation, _ = env.reset(seed=10_000 + episode)
+        observation, _ = env.reset(seed=episode)
         over = False
         while not over:
             observation, reward, terminated, truncated, _ = env.step(q_values(net, observation).argmax())
-            total += float(reward)
             over = terminated or truncated
+            total += float(reward)
     return total / episodes
 
 
-def picture(s: Settings, history: list[dict]) -> Path:
-    import matplotlib
+def run(s: Settings, console) -> int:
+    from rich.live import Live
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from shmbuf import ShmStorage, TensorDictReplayBuffer
 
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
-    t = [h["t"] for h in history]
-    judged = [h for h in history if h["judged"]]
-    top.plot([h["t"] for h in judged], [h["return"] for h in judged], "o-", ms=3, color="tab:blue")
-    top.axhline(s.target_return, color="tab:gray", ls="--", lw=1)
-    top.set(ylabel="evaluation return")
-    bottom.plot(t, [h["rows/s"] for h in history], color="tab:orange", label="rows/s in")
-    bottom.plot(t, [h["batches/s"] for h in history], color="tab:green", label="batches/s out")
-    bottom.set(xlabel="seconds", ylabel="per second")
-    bottom.legend()
-    path = Path(s.out) / "dqn_cartpole.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    with ExitStack() as end:  # undone in reverse order, whatever happens
+        rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), batch_size=s.batch_size)
+        end.callback(shmbuf.destroy, s.name, force=True)
+        policy = Buffer.create(f"{s.name}-policy", 1, drain="caller", exists="replace")
+        end.callback(shmbuf.destroy, policy.name, force=True)
+        # Neither has a schema yet: the first put of any process decides it, here a collector's and the learner's.
+
+        spawn, me = get_context("spawn"), os.getpid()
+        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, i, me), daemon=True) for i in range(s.collectors)}
+        jobs["learner"] = spawn.Process(target=learner, args=(s, me), daemon=True)
+        end.callback(stop, jobs)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is main's affair
+        for job in jobs.values():
+            job.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+        env = gymnasium.make("CartPole-v1")
+        watch, returns, judged, verdict = [(0.0, 0, 0)], [], 0, ""
+        began, told = time.monotonic(), 0.0
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            while not verdict:
+                wait([job.sentinel for job in jobs.values()], timeout=0.2)
+                t = time.monotonic() - began
+                updates, epsilon, net = newest(policy)
+                watch.append((t, rb.write_count, updates))
+                if updates >= judged + s.evaluate_every:
+                    returns.append((t, evaluate(net, env, s.episodes)))
+                    judged = updates
+                rings = max((c["ring_used"] / c["ring_bytes"] for c in rb.buffer.collectors()), default=0)
+                (t0, rows0, updates0), (t1, rows1, updates1) = watch[-11:][0], watch[-1]  # over two seconds
+                line = (f"{t:4.0f} s  {(rows1 - rows0) / (t1 - t0):7,.0f} rows/s in  {(updates1 - updates0) / (t1 - t0):5,.0f} batches/s out"
+                        f"  rings {rings:.1%}  return {f'{returns[-1][1]:.1f}' if returns else '–'}  epsilon {epsilon:.2f}")
+                if console.is_terminal:
+                    live.update(line, refresh=True)
+                elif t >= told:  # in a log: a line now and then
+                    console.print(line)
+                    told = t + 5
+                dead = [f"{name} ended with exit code {job.exitcode}" for name, job in jobs.items() if job.exitcode is not None]
+                if dead:
+                    verdict = f"failed: {', '.join(dead)}"
+                elif returns and returns[-1][1] >= s.target_return:
+                    verdict = "solved"
+                elif t > s.timeout:
+                    verdict = f"gave up after {s.timeout:g} s"
+        stop(jobs)
+    return 0
+
+
+def stop(jobs: dict) -> None:
+    """SIGTERM may hit them at any instruction: what they put is in the buffer or not, never half."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for job in jobs.values():
+        if job.pid is not None:
+            job.terminate()
+    for job in jobs.values():
+        if job.pid is not None:
+            job.join()
 
 
 def main(s: Settings) -> int:
-    from shmbuf import RandomSampler, ShmStorage, TensorDictReplayBuffer
-    rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), sampler=RandomSampler(), batch_size=s.batch_size)
-    policy = Buffer.create(f"{s.name}-policy", 1, drain="caller", exists="replace")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    me = os.getpid()
-    jobs = {"learner": context.Process(target=learner, args=(s, me), daemon=True)}
-    jobs |= {f"collector {i}": context.Process(target=collector, args=(s, i, me), daemon=True) for i in range(s.collectors)}
-    t0 = time.time()
-    for p in jobs.values(): p.start()
-    env = gymnasium.make("CartPole-v1")
-    seen = 0
-    last = 0
-    try:
-        while time.time() - t0 < s.timeout:
-            time.sleep(0.2)
-            for n, p in jobs.items():
-                if p.exitcode is not None:
-                    print(n, p.exitcode); return 1
-            row = newest(policy)
-            if row is None: continue
-            if row[0] >= seen + 500:
-                seen = row[0]
-                a = time.time()
-                r = evaluate(row[2], env, s.eval_episodes)
-                print(f"{a - t0:.1f} updates {row[0]} rows {rb.write_count} eps {row[1]:.2f} return {r} eval took {time.time()-a:.2f}", flush=True)
-                if r >= s.target_return:
-                    print("DONE", s.seed, time.time() - t0); return 0
-        print("GAVEUP", s.seed)
-        return 1
-    finally:
-        for p in jobs.values(): p.terminate()
-        for p in jobs.values(): p.join()
-        rb.close(); policy.close()
-        shmbuf.destroy(s.name, force=True); shmbuf.destroy(s.name + "-policy", force=True)
+    from rich.console import Console
+    console = Console(highlight=False)
+    return run(s, console)
 
 
 def parse() -> Settings:

@@ -31,6 +31,7 @@ from shmbuf.errors import (
     BufferNotFound,
     Lapped,
     NotEnoughRows,
+    RingFull,
     ShmbufError,
     StorageLost,
 )
@@ -369,7 +370,7 @@ class Buffer:
 
     def extend(self, rows: Mapping, *, timeout: float | None = None) -> np.ndarray:
         """Put, wait for the commit, and return int64[n], the rows' ids."""
-        return self._put(rows, False, timeout).wait(timeout)
+        return self._put(rows, False, timeout).wait(self._timeout if timeout is None else timeout)
 
     def _put(self, rows: Mapping, wake: bool, timeout: float | None) -> Ticket:
         if self.schema is None:
@@ -456,13 +457,13 @@ class Buffer:
                     f"rows are overwritten faster than one of {self._schema.row_bytes:,} bytes is copied; "  # type: ignore[union-attr]
                     f"the capacity of {self.capacity:,} rows is too small for this write rate"
                 )
-            if why != "empty":
-                raise StorageLost(
-                    f"buffer {self.name!r}: drawing ended with {why}"
-                    if why != "timeout"
-                    else f"no row can be read: a transaction has been overwriting all {self.capacity:,} for "
-                    f"{seconds:g} s; {failures.writer_text(self)}"
+            if why == "timeout":
+                raise Lapped(
+                    f"no row can be read: one transaction has been overwriting all {self.capacity:,} for "
+                    f"{max(seconds, 1.0):g} s; {failures.writer_text(self)}"
                 )
+            if why != "empty":
+                raise StorageLost(f"buffer {self.name!r} was {why} while rows were being drawn")
             if n == 0:
                 return
             self.wait_rows(1, seconds if seconds >= 0 else None)
@@ -567,12 +568,16 @@ class Buffer:
         """
         if self.schema is None:
             return
+        timeout = self._timeout if timeout is None else timeout
         t = self._call("clear", not empty_write_count, seconds_of(timeout))
         ticket = Ticket(t, self, same_ids)
         if t.status != _OK:
-            failures.put_failed(
-                self, _STATUS[t.status] if _STATUS[t.status] != "timeout" else "full", ticket, seconds_of(timeout)
-            )
+            if _STATUS[t.status] in ("full", "timeout"):
+                raise RingFull(
+                    f"rows that were put before could not be stored within {timeout:g} s, so nothing was emptied: "
+                    f"{failures.writer_text(self)}"
+                )
+            failures.put_failed(self, _STATUS[t.status], ticket, seconds_of(timeout))
         ticket.wait(timeout)
 
     def drain(self) -> bool:

@@ -120,7 +120,7 @@ class ReplayBuffer:
         td = self._batch(data)
         with self._alone(timeout):
             ticket = self._storage.put(td, wake=False, timeout=timeout, priority_key=self._priority_key)
-        return ticket.wait(timeout)
+        return ticket.wait(self.buffer.config["timeout"] if timeout is None else timeout)
 
     def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
         """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call."""
@@ -133,7 +133,7 @@ class ReplayBuffer:
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
         with self._alone(timeout):
             ticket = self._storage.put(td, wake=False, timeout=timeout, single=True, priority_key=self._priority_key)
-        index = ticket.wait(timeout)
+        index = ticket.wait(self.buffer.config["timeout"] if timeout is None else timeout)
         return int(index) if len(index) else None
 
     @contextlib.contextmanager

@@ -390,8 +390,10 @@ def stale_unnamed() -> Iterator[str]:
     for name in names():
         if name.startswith("unnamed."):
             try:
+                if not stat.S_ISREG(os.lstat(path_of(name)).st_mode):
+                    continue
                 fd = _open("/" + file_name(name), False)
-            except posix_ipc.Error:
+            except (posix_ipc.Error, OSError, ValueError):  # gone, or no segment of ours
                 continue
             try:
                 if native.lock_byte(fd, native.LOCK_PRESENCE, True):

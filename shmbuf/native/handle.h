@@ -259,6 +259,7 @@ class Handle {
   template <class Check>
   Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, Check check) {
     if (!ready()) return Status::empty;
+    u64 patience = 0;
     for (;;) {
       bool lapped;
       if (draw_in_parts(s_, columns, n_columns, n, mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))), ids, lapped) == n) return Status::ok;
@@ -268,7 +269,8 @@ class Handle {
       Window w = window(s_);
       if (w.lo < w.hi) continue;
       if (w.live_lo == w.hi) return Status::empty;
-      if (Status s = abandoned(deadline, check); s != Status::ok) return s;
+      if (!patience) patience = std::max(deadline, now_ns() + 1'000'000'000);  // a transaction is short, unless its writer is stopped
+      if (Status s = abandoned(patience, check); s != Status::ok) return s;
       nap(50'000);
     }
   }
