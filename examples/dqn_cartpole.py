@@ -189,8 +189,9 @@ def run(s: Settings, console) -> int:
 
     from shmbuf import ShmStorage, TensorDictReplayBuffer
 
-    with ExitStack() as end:  # undone in reverse order, whatever happens
-        rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), batch_size=s.batch_size)
+    with ExitStack() as end:  # its calls run at the end in reverse order, whatever happened
+        storage = ShmStorage(s.capacity, name=s.name, exists="replace")
+        rb = TensorDictReplayBuffer(storage=storage, batch_size=s.batch_size)
         end.callback(shmbuf.destroy, s.name, force=True)
         policy = Buffer.create(f"{s.name}-policy", 1, drain="caller", exists="replace")
         end.callback(shmbuf.destroy, policy.name, force=True)
@@ -199,60 +200,119 @@ def run(s: Settings, console) -> int:
         spawn, me = get_context("spawn"), os.getpid()
         jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, i, me), daemon=True) for i in range(s.collectors)}
         jobs["learner"] = spawn.Process(target=learner, args=(s, me), daemon=True)
-        end.callback(stop, jobs)
         os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is main's affair
+        end.callback(stop, jobs)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it: Ctrl-C is main's affair alone
         for job in jobs.values():
             job.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
         env = gymnasium.make("CartPole-v1")
-        watch, returns, judged, verdict = [(0.0, 0, 0)], [], 0, ""
-        began, told = time.monotonic(), 0.0
+        began, told, judged, verdict = time.monotonic(), 0.0, 0, ""
+        watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled) several times a second
+        returns: list[tuple[float, float]] = []  # (seconds, return) of each evaluation
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while not verdict:
-                wait([job.sentinel for job in jobs.values()], timeout=0.2)
+                ended = wait([job.sentinel for job in jobs.values()], timeout=0.2)
                 t = time.monotonic() - began
                 updates, epsilon, net = newest(policy)
                 watch.append((t, rb.write_count, updates))
                 if updates >= judged + s.evaluate_every:
                     returns.append((t, evaluate(net, env, s.episodes)))
                     judged = updates
-                rings = max((c["ring_used"] / c["ring_bytes"] for c in rb.buffer.collectors()), default=0)
-                (t0, rows0, updates0), (t1, rows1, updates1) = watch[-11:][0], watch[-1]  # over two seconds
-                line = (f"{t:4.0f} s  {(rows1 - rows0) / (t1 - t0):7,.0f} rows/s in  {(updates1 - updates0) / (t1 - t0):5,.0f} batches/s out"
-                        f"  rings {rings:.1%}  return {f'{returns[-1][1]:.1f}' if returns else '–'}  epsilon {epsilon:.2f}")
+                line = status(watch, rb.buffer.collectors(), returns, epsilon)
                 if console.is_terminal:
                     live.update(line, refresh=True)
-                elif t >= told:  # in a log: a line now and then
-                    console.print(line)
+                elif t >= told:  # into a log: a line now and then
+                    console.print(line, soft_wrap=True)
                     told = t + 5
-                dead = [f"{name} ended with exit code {job.exitcode}" for name, job in jobs.items() if job.exitcode is not None]
-                if dead:
+                if ended:
+                    dead = [f"{name} ended with exit code {job.exitcode}" for name, job in jobs.items() if not job.is_alive()]
                     verdict = f"failed: {', '.join(dead)}"
                 elif returns and returns[-1][1] >= s.target_return:
                     verdict = "solved"
                 elif t > s.timeout:
-                    verdict = f"gave up after {s.timeout:g} s"
+                    verdict = "gave up"
+        rings = {c["pid"]: c["put_rows"] for c in rb.buffer.collectors()}
         stop(jobs)
-    return 0
+
+    t, rows, updates = watch[-1]
+    busy = t - next((t for t, rows, _ in watch if rows), 0)
+    console.print(f"{verdict} after {t:.1f} s")
+    console.print(f"  rows written     {rows:,} ({rows / busy:,.0f} rows/s)")
+    for name, job in jobs.items():
+        if name != "learner":
+            console.print(f"    {name}    {rings.get(job.pid, 0):,}")
+    console.print(f"  batches sampled  {updates:,} of {s.batch_size} rows")
+    if returns:
+        console.print(f"  final return     {returns[-1][1]:.1f} (mean of {s.episodes} episodes, target {s.target_return:g})")
+    console.print(f"  picture          {picture(s, watch, returns)}", soft_wrap=True)
+    return 0 if verdict == "solved" else 1
 
 
 def stop(jobs: dict) -> None:
-    """SIGTERM may hit them at any instruction: what they put is in the buffer or not, never half."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for job in jobs.values():
-        if job.pid is not None:
-            job.terminate()
-    for job in jobs.values():
-        if job.pid is not None:
-            job.join()
+    """At any instruction of theirs: a row that they put is in the buffer whole or not at all."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C does not keep us from cleaning up
+    started = [job for job in jobs.values() if job.pid is not None]
+    for job in started:
+        job.terminate()
+    for job in started:
+        job.join()
+
+
+def per_second(watch: list[tuple[float, int, int]], column: int) -> list[float]:
+    """Rate at each moment, over the two seconds before it."""
+    earlier = [watch[max(0, i - 10)] for i in range(len(watch))]
+    return [(b[column] - a[column]) / max(b[0] - a[0], 0.1) for a, b in zip(earlier, watch, strict=True)]
+
+
+def status(watch: list[tuple[float, int, int]], rings: list[dict], returns: list[tuple[float, float]], epsilon: float) -> str:
+    if not watch[-1][1]:
+        return f"{watch[-1][0]:3.0f} s  starting"
+    recent = watch[-11:]
+    return (f"{watch[-1][0]:3.0f} s  in {per_second(recent, 1)[-1]:,.0f} rows/s  out {per_second(recent, 2)[-1]:,.0f} batches/s  "
+            f"rings {max(r['ring_used'] / r['ring_bytes'] for r in rings):.1%}  "
+            f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}")
+
+
+def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    top.set_title(f"DQN on CartPole-v1, {s.collectors} collectors, seed {s.seed}")
+    top.axhline(s.target_return, color="gray", linestyle="--", linewidth=1, label="target")
+    top.plot(*zip(*returns, strict=True) if returns else ([], []), "o-", markersize=4, label="evaluation")
+    top.set(ylabel=f"mean return of {s.episodes} episodes", ylim=(0, 520))
+    times = [t for t, _, _ in watch]
+    bottom.plot(times, per_second(watch, 1), label="rows in")
+    bottom.plot(times, per_second(watch, 2), label=f"batches of {s.batch_size} out")
+    bottom.set(xlabel="seconds", ylabel="per second", ylim=(0, None), xlim=(0, None))
+    for axes in (top, bottom):
+        axes.legend(loc="upper left")
+        axes.grid(alpha=0.3)
+    path = Path(s.out, "dqn_cartpole.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def main(s: Settings) -> int:
     from rich.console import Console
+
     console = Console(highlight=False)
-    return run(s, console)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C
+    try:
+        return run(s, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; processes and buffers are gone")
+        return 130
+    except shmbuf.ShmbufError as e:
+        console.print(f"failed: {e}")
+        return 1
 
 
 def parse() -> Settings:

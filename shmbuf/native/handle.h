@@ -298,8 +298,9 @@ class Handle {
   bool has_thread() const { return thread_running_; }
 
   void close() {
+    uses_.fetch_add(1, seq_cst);  // nobody takes it down while the drain thread still runs
     if (!closed_.exchange(true, seq_cst) && !forked_) stop_thread();
-    if (!uses_.load(seq_cst)) return take_down();
+    leave();
     for (Use *u = Use::innermost(); u; u = u->outer)
       if (&u->h == this) return;  // called from inside one of our waits: its end takes the handle down
     while (!down_.load(acquire)) usleep(200);  // waits look at closed_ every slice

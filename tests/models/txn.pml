@@ -277,7 +277,7 @@ init { atomic {
   run Writer();
 #ifdef UPD
   run Updater()
-#else
+#elif SC != 6
   run Reader()
 #endif
   } }

@@ -1,0 +1,234 @@
+"""What people who tried to break it found, each as a test."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmbuf import Buffer, destroy, segment
+from shmbuf.errors import BufferInUse, BufferNotFound, CommitPending, ConcurrentUse, Lapped, RingFull
+from tests import oracle
+from tests.process import workers
+
+
+def interpreter(code: str, *arguments: str, failpoints: bool = False) -> subprocess.Popen:
+    env = {**os.environ, **({"SHMBUF_NATIVE": "failpoints"} if failpoints else {})}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=env)
+
+
+def stopped_at(name: str, point: str, rows: int) -> subprocess.Popen:
+    """A process that has stopped itself at a failpoint of its extend."""
+    process = interpreter(
+        "import sys\nfrom shmbuf import Buffer\nfrom shmbuf._extension import native\nfrom tests import oracle\n"
+        f"b = Buffer.attach(sys.argv[1])\nnative.arm('{point}=stop@1')\nb.extend(oracle.make_rows(7, 0, {rows}))\n",
+        name,
+        failpoints=True,
+    )
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    return process
+
+
+def test_first_puts_of_threads_build_once(unique_name):
+    """Threads of a handle share its lock description, which does not exclude them."""
+    for _ in range(30):
+        with Buffer.create(unique_name, 5000, drain="thread") as buffer:
+            start, acked = threading.Barrier(4), []
+
+            def put(i: int, buffer=buffer, start=start, acked=acked) -> None:
+                start.wait()
+                for _ in range(3):
+                    with contextlib.suppress(ConcurrentUse):
+                        acked.append(len(buffer.put(oracle.make_rows(i, 0, 4)).wait(20)))
+
+            threads = [threading.Thread(target=put, args=(i,)) for i in range(4)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(60)
+            assert len(buffer) == sum(acked) > 0
+            lo, hi = buffer.window
+            oracle.check_rows(buffer.gather(range(lo, hi)))
+        destroy(unique_name)
+
+
+def test_a_stopped_builder_is_named_and_the_wait_ends(unique_name):
+    with Buffer.create(unique_name, 1000, drain="caller", timeout=0.2) as buffer:
+        builder = stopped_at(unique_name, "build_grown", 1)
+        try:
+            with pytest.raises(RingFull, match=rf"pid {builder.pid} \(state T\)"):
+                buffer.put(oracle.make_rows(0, 0, 1))
+        finally:
+            builder.kill()
+            builder.wait()
+        assert buffer.extend(oracle.make_rows(0, 0, 3)).tolist() == [0, 1, 2]
+    destroy(unique_name)
+
+
+def test_a_stopped_writer_is_named_by_every_wait(unique_name):
+    with Buffer.create(unique_name, 4, schema=oracle.SCHEMA, drain="caller", timeout=0.2) as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 4))
+        writer = stopped_at(unique_name, "txn_reserved", 4)
+        try:
+            who = rf"pid {writer.pid} holds the writer role and is stopped \(SIGSTOP\)"
+            with pytest.raises(CommitPending, match=who):  # the buffer's timeout holds for the commit, too
+                buffer.extend(oracle.make_rows(0, 4, 2))
+            with pytest.raises(Lapped, match=who):  # all four rows are being overwritten: not "empty"
+                buffer.draw(2)
+            with pytest.raises(RingFull, match=who):
+                buffer.empty()
+        finally:
+            writer.kill()
+            writer.wait()
+        rows, _ = buffer.draw(8)
+        oracle.check_rows(rows)
+    destroy(unique_name)
+
+
+def test_a_storm_of_signals_does_not_keep_a_build_from_ending(unique_name):
+    """tmpfs starts an interrupted reservation from nothing."""
+    count = 0
+
+    def handler(*_):
+        nonlocal count
+        count += 1
+
+    with Buffer.create(unique_name, 100_000, drain="caller") as buffer:
+        old = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        try:
+            buffer.extend({"x": np.zeros((1, 4096), np.uint8)})  # 400 MB
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+        assert count > 0 and len(buffer) == 1
+    destroy(unique_name)
+
+
+def fork_in_a_handler(name: str, what: str) -> None:
+    """A signal handler forks while this process waits; the child must not go on with the parent's call."""
+    buffer, holder = Buffer.attach(name), Buffer.attach(name)
+    assert holder._handle.try_take_role()
+    child = [-1]
+
+    def handler(*_):
+        child[0] = os.fork()
+        if child[0]:
+            os.kill(os.getpid(), 0)
+            holder._handle.give_back_role()
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    me = os.getpid()
+    try:
+        if what == "extend":
+            buffer.extend(oracle.make_rows(0, 0, 4), timeout=20)
+        elif what == "put":
+            for k in range(0, 200, 4):
+                buffer.put(oracle.make_rows(0, k, 4), timeout=20)
+        else:
+            buffer.wait_rows(1, 20)
+    except Exception as e:
+        assert os.getpid() != me, f"the parent: {e!r}"
+        assert "forked" in str(e), e
+    if os.getpid() != me:
+        buffer.close()
+        os._exit(0)
+    if what == "wait_rows":
+        return
+    pid, status = os.waitpid(child[0], 0)
+    assert (pid, status) == (child[0], 0)
+    buffer.drain()
+    buffer.close()
+    holder.close()
+
+
+@pytest.mark.parametrize("what", ["extend", "put"])
+def test_a_fork_inside_a_handler_inside_a_wait(unique_name, what):
+    with Buffer.create(unique_name, 1000, schema=oracle.SCHEMA, drain="caller", ring_bytes=4096) as buffer:
+        assert os.waitpid(workers.fork(fork_in_a_handler, unique_name, what), 0)[1] == 0
+        oracle.settle(buffer)
+        acks = np.array([4 if what == "extend" else 200])
+        oracle.check(buffer, acks, 0, whole=True)
+    destroy(unique_name)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "directory", "fifo", "socket", "one byte"])
+def test_a_stray_entry_named_like_an_unnamed_buffer_stops_nobody(unique_name, kind):
+    path = segment.path_of(f"unnamed.{unique_name}")
+    make = {
+        "symlink": lambda: os.symlink("/nowhere", path),
+        "directory": lambda: os.mkdir(path),
+        "fifo": lambda: os.mkfifo(path),
+        "socket": lambda: os.mknod(path, 0o600 | 0o140000),
+        "one byte": lambda: Path(path).write_bytes(b"x"),
+    }
+    make[kind]()
+    try:
+        Buffer.create(None, 10).close()
+        assert os.path.lexists(path)  # nobody's business
+    finally:
+        os.rmdir(path) if kind == "directory" else os.unlink(path)
+
+
+def test_destroy_never_takes_the_name_of_a_successor(unique_name, monkeypatch):
+    """Between the two openings of destroy the buffer is replaced by another."""
+    Buffer.create(unique_name, 100, schema={"a": "int64"}, drain="caller").close()
+    real, calls, successor = segment._open, [0], []
+
+    def racing(name, readonly):
+        calls[0] += 1
+        if calls[0] == 3:  # the third opening is the one that carries destroy's locks
+            monkeypatch.setattr(segment, "_open", real)
+            destroy(unique_name)
+            successor.append(Buffer.create(unique_name, 100, schema={"a": "int64"}, drain="caller"))
+        return real(name, readonly)
+
+    monkeypatch.setattr(segment, "_open", racing)
+    with pytest.raises(BufferNotFound):
+        segment.destroy(unique_name, force=True)
+    with successor[0] as buffer:
+        assert not buffer._handle.destroyed and unique_name in segment.names()
+        assert buffer.extend({"a": np.zeros(2, np.int64)}).tolist() == [0, 1]
+        with pytest.raises(BufferInUse):
+            destroy(unique_name)
+    destroy(unique_name)
+
+
+def test_close_in_one_thread_while_others_put_draw_and_wait(unique_name):
+    for _ in range(10):
+        buffer = Buffer.create(unique_name, 1000, schema=oracle.SCHEMA)
+        buffer.extend(oracle.make_rows(9, 0, 1))
+        ended, go = [], threading.Barrier(4)
+
+        def run(call, buffer=buffer, ended=ended, go=go) -> None:
+            go.wait()
+            try:
+                while True:
+                    call()
+            except Exception as e:
+                ended.append(type(e).__name__)
+
+        calls = [
+            lambda b=buffer: b.put(oracle.make_rows(0, 0, 5)),
+            lambda b=buffer: b.draw(50),
+            lambda b=buffer: b.wait_rows(1000, 30),
+        ]
+        threads = [threading.Thread(target=run, args=(c,)) for c in calls]
+        for t in threads:
+            t.start()
+        go.wait()
+        time.sleep(0.01)  # let them be in the middle of it; nothing depends on how far they are
+        buffer.close()
+        for t in threads:
+            t.join(20)
+        assert (
+            not any(t.is_alive() for t in threads) and set(ended) <= {"ValueError", "StorageLost"} and len(ended) == 3
+        )
+        destroy(unique_name)
