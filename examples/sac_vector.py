@@ -216,6 +216,7 @@ def run(s: Settings, console) -> int:
 
         actor = mlp(3, 2)
         began, told, judged, verdict = time.monotonic(), 0.0, 0, ""
+        rings: dict[int, dict] = {}  # pid: what the buffer says about a collector, kept when it is dead and its ring given back
         watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled) several times a second
         returns: list[tuple[float, float]] = []  # (seconds, return) of each evaluation
         with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -224,12 +225,13 @@ def run(s: Settings, console) -> int:
                 t = time.monotonic() - began
                 row = newest(policy)
                 updates = int(row["updates"]) if row is not None else 0
-                watch.append((t, rb.write_count, updates))
+                rings.update({c["pid"]: c for c in rb.buffer.collectors()})
+                watch.append((t, sum(c["put_rows"] for c in rings.values()), updates))
                 if updates >= judged + s.evaluate_every:
                     TensorDict.from_module(actor).data.update_(row["actor"])
                     returns.append((t, evaluate(actor, s.episodes)))
                     judged = updates
-                line = status(watch, rb.buffer.collectors(), returns)
+                line = status(watch, rings, returns)
                 if console.is_terminal:
                     live.update(line, refresh=True)
                 elif t >= told:  # into a log: a line now and then
@@ -242,17 +244,16 @@ def run(s: Settings, console) -> int:
                     verdict = "solved"
                 elif t > s.timeout:
                     verdict = "gave up"
-        rings = {c["pid"]: c["put_rows"] for c in rb.buffer.collectors()}
         stop(jobs)
 
     t, rows, updates = watch[-1]
-    busy = t - next((t for t, rows, _ in watch if rows), 0)
+    busy = max(t - next((t for t, rows, _ in watch if rows), t), 0.2)  # without the start
     console.print(f"{verdict} after {t:.1f} s")
-    console.print(f"  rows written     {rows:,} ({rows / max(busy, 0.1):,.0f} rows/s)")
+    console.print(f"  rows written     {rows:,} ({rows / busy:,.0f} rows/s)")
     for name, job in jobs.items():
         if name != "learner":
-            console.print(f"    {name}    {rings.get(job.pid, 0):,}")
-    console.print(f"  batches sampled  {updates:,} of {s.batch_size} rows")
+            console.print(f"    {name}    {rings[job.pid]['put_rows'] if job.pid in rings else 0:,}")
+    console.print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({updates / busy:,.0f} batches/s)")
     if returns:
         console.print(f"  final return     {returns[-1][1]:.1f} (mean of {s.episodes} episodes, target {s.target_return:g})")
     console.print(f"  picture          {picture(s, watch, returns)}", soft_wrap=True)
@@ -275,12 +276,12 @@ def per_second(watch: list[tuple[float, int, int]], column: int) -> list[float]:
     return [(b[column] - a[column]) / max(b[0] - a[0], 0.1) for a, b in zip(earlier, watch, strict=True)]
 
 
-def status(watch: list[tuple[float, int, int]], rings: list[dict], returns: list[tuple[float, float]]) -> str:
+def status(watch: list[tuple[float, int, int]], rings: dict[int, dict], returns: list[tuple[float, float]]) -> str:
     if not watch[-1][1]:
         return f"{watch[-1][0]:3.0f} s  starting"
     recent = watch[-11:]
     return (f"{watch[-1][0]:3.0f} s  in {per_second(recent, 1)[-1]:,.0f} rows/s  out {per_second(recent, 2)[-1]:,.0f} batches/s  "
-            f"rings {max(r['ring_used'] / r['ring_bytes'] for r in rings):.1%}  return {f'{returns[-1][1]:.0f}' if returns else '–'}")
+            f"rings {max(r['ring_used'] / r['ring_bytes'] for r in rings.values()):.1%}  return {f'{returns[-1][1]:.0f}' if returns else '–'}")
 
 
 def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:

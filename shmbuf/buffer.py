@@ -37,10 +37,9 @@ from shmbuf.errors import (
 )
 from shmbuf.rows import as_arrays, conform, count
 from shmbuf.schema import Schema, flatten, nest
+from shmbuf.settings import DEFAULTS, FULL, check_settings
 from shmbuf.ticket import Nothing, Ticket, same_ids, seconds_of
 
-FULL = ("block", "error", "drop_newest", "drop_oldest")
-DRAIN = ("thread", "process", "caller")
 _STATUS = native.STATUSES
 _OK = 0
 
@@ -133,19 +132,7 @@ class Buffer:
         Raises:
             BufferExists, BufferInUse, SchemaError, NotEnoughMemory, ValueError
         """
-        if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or not 0 < capacity < 1 << 48:
-            raise ValueError(f"capacity={capacity!r}: a number of rows ≥ 1")
-        if not 0 < max_collectors <= segment.MAX_COLLECTORS:
-            raise ValueError(f"max_collectors={max_collectors!r}: 1 to {segment.MAX_COLLECTORS}")
-        if ring_bytes is not None and not 0 < ring_bytes <= 1 << 34:
-            raise ValueError(f"ring_bytes={ring_bytes!r}: 1 to {1 << 34}")
-        for what, value, allowed in (
-            ("full", full, FULL),
-            ("drain", drain, DRAIN),
-            ("exists", exists, ("error", "attach", "replace")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{what}={value!r}: one of {', '.join(allowed)}")
+        check_settings(capacity, max_collectors, ring_bytes, full=full, drain=drain, exists=exists)
         seconds_of(timeout)
         given = schema if isinstance(schema, Schema) else Schema.from_spec(schema) if schema is not None else None
         if example is not None:
@@ -179,7 +166,14 @@ class Buffer:
                         segment.destroy(name)  # type: ignore[arg-type]
                     continue
                 try:
-                    return cls._attach_existing(name, capacity, given)  # type: ignore[arg-type]
+                    asked = {
+                        "capacity": capacity,
+                        "max_collectors": max_collectors,
+                        "full": full,
+                        "timeout": timeout,
+                        "drain": drain,
+                    }
+                    return cls._attach_existing(name, asked, ring_bytes, given)  # type: ignore[arg-type]
                 except BufferNotFound:
                     continue  # destroyed meanwhile
         self = cls(name, handle)
@@ -196,13 +190,25 @@ class Buffer:
         return self
 
     @classmethod
-    def _attach_existing(cls, name: str, capacity: int, given: Schema | None) -> Buffer:
+    def _attach_existing(cls, name: str, asked: dict, ring_bytes: int | None, given: Schema | None) -> Buffer:
         self = cls.attach(name)
         try:
-            if self.capacity != capacity:
+            has = {"capacity": self.capacity, "max_collectors": self._header["max_collectors"], **self.config}
+            other = [
+                f"{k}: has {has.get(k)!r}, asked for {v!r}"
+                for k, v in asked.items()
+                if v not in (has.get(k), DEFAULTS.get(k, ...))  # what was not asked for is taken as it is
+            ]
+            if (
+                ring_bytes
+                and self._header["ready"]
+                and native.ring_bytes(ring_bytes, self._header["row_bytes"]) != self._header["ring_bytes"]
+            ):
+                other.append(f"ring_bytes: has {self._header['ring_bytes']}, asked for {ring_bytes}")
+            if other:
                 raise BufferExists(
-                    f"buffer {name!r} exists with capacity {self.capacity:,}, asked for {capacity:,}: attach "
-                    'without a capacity (shmbuf.attach), or exists="replace"'
+                    f"buffer {name!r} exists with other settings ({'; '.join(other)}): take it as it is with "
+                    f'shmbuf.attach({name!r}), or exists="replace"'
                 )
             if given is not None:
                 self._build(given, "the schema")

@@ -45,10 +45,6 @@ class ReplayBuffer:
     spawn, fork or forkserver. Any of them may extend first. Methods may be called from several threads.
     """
 
-    def __init_subclass__(cls, **kw: Any) -> None:
-        super().__init_subclass__(**kw)
-        _FACES.setdefault(cls.__name__, cls)
-
     def __init__(
         self,
         *,
@@ -275,9 +271,6 @@ class ReplayBuffer:
         return f"{type(self).__name__}({self.buffer!r}, sampler={self._sampler!r}, batch_size={self._batch_size})"
 
 
-_FACES["ReplayBuffer"] = ReplayBuffer
-
-
 class TensorDictReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` of TensorDicts.
 
@@ -303,6 +296,10 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         timeout: float | None = 0.0,
     ) -> Any:
         return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout)
+
+
+# By name: attaching imports no class of the user's, so a subclass is attached as the one of these that it is made from.
+_FACES.update({c.__name__: c for c in (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)})
 
 
 def _positive(batch_size: Any) -> int | None:

@@ -22,6 +22,8 @@ def as_array(key: Key, leaf: Any) -> np.ndarray:
         array = np.asarray(leaf)
     except (ValueError, TypeError, RuntimeError) as e:
         raise SchemaError(f"key {show_key(key)}: {e}") from None
+    if isinstance(array, np.ma.MaskedArray) or isinstance(leaf, np.ma.MaskedArray):
+        raise SchemaError(f"key {show_key(key)}: a masked array would lose its mask; give .filled(…)")
     textual = array.dtype.kind in "SUVMm" and array.dtype.name != "bfloat16"
     if array.dtype.hasobject or array.dtype.names or textual:
         raise SchemaError(f"key {show_key(key)}: dtype {array.dtype} cannot be stored")

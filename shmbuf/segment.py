@@ -28,7 +28,7 @@ from shmbuf.errors import (
 from shmbuf.schema import Schema
 
 SHM_DIR = "/dev/shm"
-MAX_COLLECTORS, MAX_MEMBERS = 65_535, 256
+MAX_MEMBERS = 256
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _HEADROOM = 16 << 20  # left free for everybody else
 
@@ -263,7 +263,7 @@ def attach(
     for _ in range(200):
         _check_file(name, owner, readonly)
         try:
-            fds = [_open("/" + file_name(name, owner), readonly) for _ in range(2)]
+            fds = _open_twice("/" + file_name(name, owner), readonly)
         except posix_ipc.ExistentialError:
             continue
         except posix_ipc.PermissionsError:
@@ -291,6 +291,15 @@ def attach(
         handle.close()  # somebody is destroying it
         time.sleep(0.01)
     raise BufferInUse(f"buffer {name!r} is being destroyed by another process; try again")
+
+
+def _open_twice(shm_name: str, readonly: bool) -> list[int]:
+    first = _open(shm_name, readonly)
+    try:
+        return [first, _open(shm_name, readonly)]
+    except BaseException:
+        os.close(first)
+        raise
 
 
 def _open(shm_name: str, readonly: bool) -> int:
@@ -325,7 +334,16 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
             what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {ring:,},"
             require_memory(rows + ring, what)
             if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns)):
-                if error in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                if error == errno.EFBIG:
+                    raise NotEnoughMemory(
+                        f"{what} is larger than a file may be here (RLIMIT_FSIZE, `ulimit -f`). Nothing was built."
+                    )
+                if error == errno.ENOMEM:
+                    raise NotEnoughMemory(
+                        f"{what} cannot be mapped: {h['max_collectors']:,} rings of {ring:,} bytes and the rows exceed this process's "
+                        "address space (RLIMIT_AS, `ulimit -v`). Choose a smaller max_collectors or ring_bytes. Nothing was built."
+                    )
+                if error == errno.ENOSPC:
                     raise NotEnoughMemory(_too_little(rows, what, "/dev/shm", _shm_free()))
                 raise OSError(error, f"growing the segment: {os.strerror(error)}")
         finally:
@@ -350,7 +368,7 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
     path = path_of(name, owner)
     try:
         handle = attach(name, owner=owner, presence=False)
-    except BufferFormatError:
+    except (BufferFormatError, RuntimeError):  # damaged, or more than this process can map
         if not force or not stat.S_ISREG(os.lstat(path).st_mode):
             raise
         os.unlink(path)
@@ -375,8 +393,13 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
             raise BufferInUse(f"buffer {name!r} is being destroyed by another process")
         if os.stat(path).st_ino != handle.inode:
             raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
-        handle.mark_destroyed()
-        posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
+        try:
+            posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
+        except posix_ipc.PermissionsError:
+            raise PermissionError(
+                f"{path} belongs to uid {os.stat(path).st_uid}; only he may remove it (/dev/shm is sticky)"
+            ) from None
+        handle.mark_destroyed()  # if we are killed before this, a drain thread notices (handle.h, sweep)
     except (posix_ipc.ExistentialError, FileNotFoundError) as e:
         raise e if isinstance(e, BufferNotFound) else BufferNotFound(_not_found_text(name, owner)) from None
     finally:

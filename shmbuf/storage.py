@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from tensordict.utils import is_non_tensor
 
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import SchemaError
+from shmbuf.errors import Lapped, SchemaError
 from shmbuf.schema import Column, Key, Schema, flatten, show_key
 from shmbuf.ticket import Ticket, seconds_of
 
@@ -59,10 +60,14 @@ def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
         raise SchemaError(f"key {show_key(key)}: got a meta tensor, which has no values")
     if t._is_zerotensor():  # has no memory until it is written out
         return torch.zeros(t.shape, dtype=t.dtype)
-    out = t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-    if out.numel() and not out.data_ptr():
-        raise SchemaError(f"key {show_key(key)}: got a {type(t).__name__} without memory")
-    return out
+    try:
+        out = t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        held = out.untyped_storage().nbytes() - out.storage_offset() * out.element_size()
+        if type(out) is torch.Tensor and (not out.nbytes or (held >= out.nbytes and out.data_ptr())):
+            return out
+    except (RuntimeError, NotImplementedError):  # fake, functional, wrapped …
+        pass
+    raise SchemaError(f"key {show_key(key)}: got a {type(t).__name__} without memory of its own")
 
 
 def stack(rows: list[Any]) -> TensorDictBase:
@@ -209,10 +214,12 @@ class ShmStorage:
     def _prepare(self, schema: Schema) -> None:
         self._dtypes = [getattr(torch, c.dtype) for c in schema.columns]
         self._columns = schema.native(self._dtypes)
+        self._columns.set_tensor_type(torch.Tensor)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         added = [Column(k, "int64", ()) for k in (("row_id",), ("index",)) if k not in schema.keys]
         self._out_schema = Schema([*schema.columns, *added])
         self._out_columns = self._out_schema.native([*self._dtypes, torch.int64, torch.int64])
+        self._out_columns.set_tensor_type(torch.Tensor)
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -373,6 +380,10 @@ class ShmStorage:
             plain_cpu = t.layout == torch.strided and t.device.type == "cpu" and t.is_contiguous()
             if not plain_cpu or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
                 raise SchemaError(f"out, key {key}: has to be a plain contiguous CPU tensor to be written into")
+        spans = sorted((leaves[c.key].data_ptr(), n * c.nbytes, show_key(c.key)) for c in self._out_schema.columns)
+        for (start, nbytes, key), (following, _, other) in itertools.pairwise(spans):
+            if nbytes and start + nbytes > following:
+                raise SchemaError(f"out, keys {key} and {other}: their tensors share memory")
         for k, t in added.items():
             out.set(k[0], t)
         return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
@@ -387,10 +398,8 @@ class ShmStorage:
             raise IndexError("a bool is no index; masks have one entry per stored row")
         if isinstance(index, (int, np.integer)):
             single, slots = True, np.array([index], np.int64)
-        elif isinstance(index, slice):
-            slots = np.arange(*index.indices(size), dtype=np.int64)
-        elif index is Ellipsis:
-            slots = np.arange(size, dtype=np.int64)
+        elif isinstance(index, slice) or index is Ellipsis:
+            return self._slice(schema, slice(None) if index is Ellipsis else index)
         else:
             array = torch.as_tensor(index).cpu().numpy() if not isinstance(index, np.ndarray) else index
             if array.dtype == bool:
@@ -400,6 +409,8 @@ class ShmStorage:
             elif array.size and not np.issubdtype(array.dtype, np.integer):
                 raise IndexError(f"index of dtype {array.dtype}: integers or bool")
             single, shape = array.ndim == 0, array.shape
+            if array.size and int(array.max()) > 2**63 - 1:
+                raise IndexError(f"index {int(array.max())} is out of range: {size:,} rows are stored")
             slots = array.reshape(-1).astype(np.int64)
             if len(shape) > 1:
                 return self._rows(schema, self._counted(slots, size)).reshape(shape)
@@ -407,6 +418,14 @@ class ShmStorage:
         return rows[0] if single else rows
 
     __getitem__ = get
+
+    def _slice(self, schema: Schema, index: slice) -> TensorDictBase:
+        for _ in range(100):
+            try:
+                return self._rows(schema, np.arange(*index.indices(len(self)), dtype=np.int64))
+            except IndexError:  # emptied between the look at the length and the copy: a slice clips
+                continue
+        raise Lapped("the buffer is being emptied faster than a slice of it can be read")
 
     @staticmethod
     def _counted(slots: np.ndarray, size: int) -> np.ndarray:

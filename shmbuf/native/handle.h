@@ -160,6 +160,7 @@ class Handle {
         if (Status s = make_room(need, full, deadline, check); s != Status::ok) {
           if (s == Status::dropped) bump(producer_.slot().dropped_rows, n_rows - from);
           if (s == Status::full) bump(producer_.slot().refused_rows, n_rows - from);
+          ticket->asked_pieces = u32(ticket->pieces.size());  // no more will come
           return s;
         }
       }
@@ -284,6 +285,10 @@ class Handle {
   WriterRole &role() { return role_; }
   u32 sweep() {
     std::lock_guard<std::mutex> guard(mutex_);
+    if (struct stat st; lock_fd_ >= 0 && fstat(lock_fd_, &st) == 0) {
+      if (st.st_nlink) linked_ = true;  // it had no name yet when it was made
+      else if (linked_ && !destroyed()) mark_destroyed();  // whoever removed the name was killed before he said so
+    }
     return ready_locked() ? Registry(s_, lock_fd_).sweep(slot_) : 0;
   }
   void start_thread(bool standby) {
@@ -297,6 +302,13 @@ class Handle {
   }
   bool has_thread() const { return thread_running_; }
 
+  // Tell everybody attached that the name is gone.
+  void mark_destroyed() {
+    Control &c = s_.control();
+    store(c.destroyed, 1u, seq_cst);
+    for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) futex_wake_all(*w);
+    for (u32 i = 0; i < s_.n_slots(); ++i) futex_wake_all(s_.slot(i).wait);
+  }
   void close() {
     uses_.fetch_add(1, seq_cst);  // nobody takes it down while the drain thread still runs
     if (!closed_.exchange(true, seq_cst) && !forked_) stop_thread();
@@ -355,7 +367,12 @@ class Handle {
     if (taking_down_.exchange(true, seq_cst)) return;
     if (!forked_) {
       if (!readonly_ && built_.load(acquire)) {
-        role_.help([] { return false; });  // leave nothing behind that nobody may come for
+        // Leave nothing behind that nobody may come for; but do not stay for ever with those who keep putting.
+        int more = 256;
+        role_.help([&] {
+          const Slot *own = slot_ >= 0 ? &s_.slot(u32(slot_)) : nullptr;
+          return (!own || load(own->head_pub, acquire) == load(own->tail, relaxed)) && --more < 0;
+        });
         FAILPOINT(close_drained);
         settle_tickets();
         std::lock_guard<std::mutex> guard(mutex_);
@@ -533,7 +550,7 @@ class Handle {
   u8 *file_ = nullptr;
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
-  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
+  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false, linked_ = false;
   std::atomic<bool> built_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false}, building_{false};
   std::atomic<u32> uses_{0};
   u32 stop_ = 0;

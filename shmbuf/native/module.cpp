@@ -1,6 +1,7 @@
 // The Python face of the core: conversions only. Waits and long copies run without the GIL; every slice of a wait looks for
 // signals. Statuses come back as small integers; the words and numbers of an error are Python's (errors.py).
 #include "handle.h"
+#include "leaves.h"
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -31,98 +32,6 @@ bool no_signal() {
   return PyErr_CheckSignals() == 0;
 }
 nb::bytes bytes_of(const void *p, u64 n) { return nb::bytes(static_cast<const char *>(p), n); }
-
-// ---- the columns of a schema, as the caller's arrays must look -----------------------------------------------------
-struct Leaf {
-  u64 offset, bytes;           // in the row
-  std::vector<Py_ssize_t> shape;
-  std::string formats;         // accepted struct codes, '|' around each ("|f|")
-  nb::object dtype;            // torch dtype or None
-  u32 node;                    // where it hangs in the nesting, and by what name
-  nb::object name;
-  bool complex;
-};
-struct Node {
-  u32 parent;                  // node 0 is the root
-  nb::object name;
-  Py_ssize_t entries;
-};
-struct Columns {
-  std::vector<Leaf> leaves;
-  std::vector<Node> nodes;
-  void add(u64 offset, u64 bytes, std::vector<Py_ssize_t> shape, std::string formats, nb::object dtype, u32 node, nb::object name) {
-    bool is_complex = formats.find('Z') != std::string::npos;
-    leaves.push_back({offset, bytes, std::move(shape), std::move(formats), std::move(dtype), node, std::move(name), is_complex});
-  }
-  void add_node(u32 parent, nb::object name, Py_ssize_t entries) { nodes.push_back({parent, std::move(name), entries}); }
-};
-
-// One attribute or no-argument method of a tensor; the names are interned once.
-struct TensorNames {
-  PyObject *dtype = PyUnicode_InternFromString("dtype"), *shape = PyUnicode_InternFromString("shape"),
-           *is_cpu = PyUnicode_InternFromString("is_cpu"), *data_ptr = PyUnicode_InternFromString("data_ptr"),
-           *is_contiguous = PyUnicode_InternFromString("is_contiguous"), *is_neg = PyUnicode_InternFromString("is_neg"),
-           *is_conj = PyUnicode_InternFromString("is_conj"), *tensordict = PyUnicode_InternFromString("_tensordict");
-};
-const TensorNames &names() { static TensorNames n; return n; }
-bool is_true(PyObject *o) {  // takes the reference
-  bool yes = o == Py_True;
-  Py_XDECREF(o);
-  return yes;
-}
-bool call_true(PyObject *t, PyObject *name) { return is_true(PyObject_CallMethodNoArgs(t, name)); }
-
-// Does this leaf need no conversion? Everything else (other dtype, device, stride, subclass with tricks …) is Python's slow
-// path, which converts it or says what is wrong. `lead` = 1 if rows are batched, 0 for a single row.
-bool tensor_column(PyObject *t, const Leaf &leaf, Py_ssize_t n, int lead, Column &out) {
-  const auto &k = names();
-  PyObject *dtype = PyObject_GetAttr(t, k.dtype);
-  bool same = dtype == leaf.dtype.ptr();
-  Py_XDECREF(dtype);
-  if (!same) return false;
-  PyObject *shape = PyObject_GetAttr(t, k.shape);
-  if (!shape || !PyTuple_Check(shape)) {
-    Py_XDECREF(shape);
-    return false;
-  }
-  bool fits = PyTuple_GET_SIZE(shape) == Py_ssize_t(leaf.shape.size()) + lead && (!lead || PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, 0)) == n);
-  for (size_t i = 0; fits && i < leaf.shape.size(); ++i) fits = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, Py_ssize_t(i) + lead)) == leaf.shape[i];
-  Py_DECREF(shape);
-  if (!fits || !is_true(PyObject_GetAttr(t, k.is_cpu)) || !call_true(t, k.is_contiguous) || call_true(t, k.is_neg) ||
-      (leaf.complex && call_true(t, k.is_conj)))
-    return false;
-  PyObject *address = PyObject_CallMethodNoArgs(t, k.data_ptr);
-  if (!address || (PyLong_AsVoidPtr(address) == nullptr && leaf.bytes && (n || !lead))) {  // a tensor without memory
-    Py_XDECREF(address);
-    return false;
-  }
-  out = {leaf.offset, leaf.bytes, static_cast<const u8 *>(PyLong_AsVoidPtr(address)), i64(leaf.bytes)};
-  Py_DECREF(address);
-  return true;
-}
-bool one_of(const std::string &formats, const char *format) {  // "|l|q|" holds "q"
-  size_t n = std::strlen(format);
-  for (size_t at = 0; (at = formats.find(format, at)) != std::string::npos; ++at)
-    if (n && at && formats[at - 1] == '|' && formats[at + n] == '|') return true;
-  return false;
-}
-bool buffer_column(const Py_buffer &b, const Leaf &leaf, Py_ssize_t n, int lead, Column &out) {
-  const char *format = b.format ? b.format : "B";
-  if (!one_of(leaf.formats, format)) return false;
-  if (b.ndim != int(leaf.shape.size()) + lead || (lead && b.shape[0] != n)) return false;
-  Py_ssize_t expect = b.itemsize;  // rows may be strided, also backwards; inside a row values lie side by side
-  for (int i = b.ndim - 1; i >= lead; --i) {
-    if (b.shape[i] != leaf.shape[size_t(i - lead)] || (b.shape[i] != 1 && b.strides[i] != expect)) return false;
-    expect *= b.shape[i];
-  }
-  if (u64(expect) != leaf.bytes) return false;
-  out = {leaf.offset, leaf.bytes, static_cast<const u8 *>(b.buf), lead ? i64(b.strides[0]) : 0};
-  return true;
-}
-struct Buffers {  // keeps the exporters' memory in place while it is read
-  std::vector<Py_buffer> held;
-  ~Buffers() { for (auto &b : held) PyBuffer_Release(&b); }
-};
 
 // ---- tickets -----------------------------------------------------------------------------------------------------------
 struct Ticket {
@@ -180,7 +89,7 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
     t.status = put(true);
   }
   if (t.status == Status::interrupted) {
-    if (t.rows() == 0) throw nb::python_error();
+    if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();
     PyErr_Clear();  // rows are in the ring: Python raises CommitInterrupted with this ticket
   }
   return t;
@@ -194,7 +103,7 @@ std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *
   for (size_t i = 0; i < c.size(); ++i) {
     bool ok;
     if (tensors) {
-      ok = tensor_column(leaves[i], columns.leaves[i], n, lead, c[i]);
+      ok = columns.plain_type(leaves[i]) && tensor_column(leaves[i], columns.leaves[i], n, lead, c[i]);
     } else {
       Py_buffer b;
       ok = PyObject_GetBuffer(leaves[i], &b, PyBUF_RECORDS_RO) == 0;
@@ -214,35 +123,6 @@ std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list le
   Handle::Use use(*h);
   if (leaves.size() != columns.leaves.size()) return std::nullopt;
   return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors);
-}
-// The leaves of nested dicts of exactly the schema's keys, in column order; of a TensorDict, of the dicts that lie under it
-// (reading them is 40 times as fast as items(True, True)). False: another shape of tree, look closer. The references keep the
-// leaves in place while the GIL is away.
-bool find_leaves(const Columns &columns, PyObject *root, bool tensors, std::vector<nb::object> &leaves) {
-  std::vector<PyObject *> nodes;
-  std::vector<nb::object> kept;
-  nodes.reserve(columns.nodes.size()), leaves.reserve(columns.leaves.size()), kept.reserve(columns.nodes.size());
-  for (const Node &node : columns.nodes) {
-    PyObject *o = nodes.empty() ? root : PyDict_GetItemWithError(nodes[node.parent], node.name.ptr());
-    if (o && tensors) {
-      kept.push_back(nb::steal(PyObject_GetAttr(o, names().tensordict)));
-      o = kept.back().ptr();
-    }
-    if (!o || !PyDict_CheckExact(o) || PyDict_GET_SIZE(o) != node.entries) {
-      PyErr_Clear();
-      return false;
-    }
-    nodes.push_back(o);
-  }
-  for (const Leaf &leaf : columns.leaves) {
-    PyObject *o = PyDict_GetItemWithError(nodes[leaf.node], leaf.name.ptr());
-    if (!o) {
-      PyErr_Clear();
-      return false;
-    }
-    leaves.push_back(nb::borrow(o));
-  }
-  return true;
 }
 std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle root, i64 n, u32 full, double timeout, bool wake, bool tensors) {
   Handle::Use use(*h);
@@ -270,12 +150,15 @@ std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle 
   out.reserve(leaves.size());
   for (size_t i = 0; i < leaves.size(); ++i) {
     Column c;
-    if (!tensor_column(leaves[i].ptr(), columns.leaves[i], n, 1, c)) {
+    if (!columns.plain_type(leaves[i].ptr()) || !tensor_column(leaves[i].ptr(), columns.leaves[i], n, 1, c)) {
       PyErr_Clear();
       return std::nullopt;
     }
     out.push_back(reinterpret_cast<u64>(c.data));
   }
+  for (size_t i = 0; i < out.size(); ++i)  // two keys must not share memory
+    for (size_t j = 0; j < i; ++j)
+      if (out[i] < out[j] + u64(n) * columns.leaves[j].bytes && out[j] < out[i] + u64(n) * columns.leaves[i].bytes) return std::nullopt;
   return out;
 }
 
@@ -344,19 +227,27 @@ nb::dict owner_dict(const Owner &o) {
   d["command"] = nb::steal(PyUnicode_DecodeUTF8(o.comm, Py_ssize_t(strnlen(o.comm, sizeof o.comm)), "replace"));  // cut at 15 bytes
   return d;
 }
-CommitBlock truth(const Segment &s, std::vector<BlockSlot> &slots) {
+// The truth, as far as transactions let us read it in one piece; after many tries, as it is (numbers for people).
+CommitBlock truth(const Segment &s) {
   CommitBlock b{};
-  slots.resize(s.header().max_collectors);
-  while (!read_block(s, b, slots.data(), u32(slots.size()))) {}
+  for (int tries = 0; tries < 1000 && !read_block(s, b, nullptr, 0); ++tries) {}
   return b;
+}
+BlockSlot truth_of(const Segment &s, u32 slot) {
+  for (int tries = 0;; ++tries) {
+    u64 seq = load(s.control().commit_seq, acquire);
+    const CommitBlock &b = s.block(seq);
+    BlockSlot out = slot < b.n_slots ? b.slot[slot] : BlockSlot{};
+    fence(acquire);
+    if (load(s.control().commit_seq, relaxed) == seq || tries == 1000) return out;
+  }
 }
 nb::dict counters(const H &h) {
   Handle::Use use(*h);
   const Segment &s = h->segment();
   const Control &c = s.control();
   nb::dict d;
-  std::vector<BlockSlot> slots;
-  CommitBlock b = truth(s, slots);
+  CommitBlock b = truth(s);
   u64 dropped = 0, refused = 0, put = 0, blocked = 0;
   u32 n = s.n_slots();
   for (u32 i = 0; i < n; ++i) {
@@ -381,18 +272,19 @@ nb::list collectors(const H &h) {
   const Segment &s = h->segment();
   nb::list out;
   if (!h->ready()) return out;
-  std::vector<BlockSlot> truths;
-  truth(s, truths);
   u32 n = s.n_slots();
   for (u32 i = 0; i < n; ++i) {
     const Slot &slot = s.slot(i);
     u64 word = load(slot.word, acquire);
     Owner owner = slot.owner;
-    u64 put = load(slot.put_rows, relaxed) - load(slot.put_at_claim, relaxed), stored = truths[i].stored_rows - load(slot.stored_at_claim, relaxed);
-    u64 skipped = truths[i].skipped_rows - load(slot.skipped_at_claim, relaxed);
-    u64 dropped = load(slot.dropped_rows, relaxed) - load(slot.dropped_at_claim, relaxed);
-    u64 refused = load(slot.refused_rows, relaxed) - load(slot.refused_at_claim, relaxed);
-    u64 blocked = load(slot.blocked_ns, relaxed) - load(slot.blocked_at_claim, relaxed);
+    // What it started from before what it has by now: neither can come out negative.
+    u64 put = load(slot.put_at_claim, relaxed), stored = load(slot.stored_at_claim, relaxed), skipped = load(slot.skipped_at_claim, relaxed);
+    u64 dropped = load(slot.dropped_at_claim, relaxed), refused = load(slot.refused_at_claim, relaxed), blocked = load(slot.blocked_at_claim, relaxed);
+    fence(acquire);
+    BlockSlot now = truth_of(s, i);
+    put = load(slot.put_rows, relaxed) - put, stored = now.stored_rows - stored, skipped = now.skipped_rows - skipped;
+    dropped = load(slot.dropped_rows, relaxed) - dropped, refused = load(slot.refused_rows, relaxed) - refused;
+    blocked = load(slot.blocked_ns, relaxed) - blocked;
     fence(acquire);
     if (load(slot.word, relaxed) != word || word_state(word) == kFree) continue;  // changing hands: not half an entry
     nb::dict d = owner_dict(owner);
@@ -450,19 +342,12 @@ void format_file(int fd, u64 capacity, u32 max_collectors, u32 max_members, u64 
   format(map, h, reinterpret_cast<const u8 *>(config.c_str()), config.size());
   munmap(map, bytes);
 }
-// Tell everybody attached that the name is going. For destroy(), which holds the presence byte or forces.
-void mark_destroyed(const H &h) {
-  Control &c = h->segment().control();
-  store(c.destroyed, 1u, seq_cst);
-  for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) futex_wake_all(*w);
-  for (u32 i = 0; i < h->segment().n_slots(); ++i) futex_wake_all(h->segment().slot(i).wait);
-}
-
 #ifndef SHMBUF_MODULE
 #define SHMBUF_MODULE _native
 #endif
 
 NB_MODULE(SHMBUF_MODULE, m) {
+  nb::set_leak_warnings(false);  // daemon threads and os._exit leave handles behind, which the kernel cleans up
   m.doc() = "The compiled core of shmbuf: segment, rings, transactions, gather.";
   nb::exception<FormatError>(m, "FormatError");
   static PyObject *gone = PyErr_NewException("shmbuf._native.Gone", PyExc_RuntimeError, nullptr);  // .args[0]: a status
@@ -499,6 +384,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   nb::class_<Columns>(m, "Columns")
       .def(nb::init<>())
       .def("add", &Columns::add, "offset"_a, "bytes"_a, "shape"_a, "formats"_a, "dtype"_a.none(), "node"_a = 0, "name"_a = nb::none())
+      .def("set_tensor_type", [](Columns &c, nb::object type) { c.tensor_type = std::move(type); }, "type"_a)
       .def("add_node", &Columns::add_node, "parent"_a, "name"_a, "entries"_a);
 
   nb::class_<Ticket>(m, "Ticket")
@@ -591,7 +477,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("counters", &counters)
       .def("collectors", &collectors)
       .def("members", [](const H &h) { return members(h, h->member()); })
-      .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); mark_destroyed(h); })
+      .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); h->mark_destroyed(); })
       .def("close", [](const H &h) { nb::gil_scoped_release r; h->close(); });
 }
 

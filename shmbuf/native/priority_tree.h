@@ -189,6 +189,7 @@ class PriorityTree {
     Pair now = fold(l, i);
     if (changed) *changed += now.low != old.low || u32(now.high) != u32(old.high);
     now.high |= ((old.high >> 32) + 1) << 32;
+    FAILPOINT(tree_children_read);
     return compare_exchange(node, old, now);
   }
   void refresh_twice(u32 l, u64 i, u64 *changed = nullptr) {

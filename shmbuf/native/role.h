@@ -42,14 +42,18 @@ class WriterRole {
   // Run transactions until the rings are empty or enough() says so.
   template <class Enough> Outcome help(Enough enough) {
     Outcome out = Outcome::idle;
-    for (;;) {
+    for (int idle_turns = 0;;) {
       if (!try_take()) return out == Outcome::idle ? Outcome::busy : out;
       Writer writer(s_);
       if (writer.take_over()) bump<u64>(s_.control().takeovers, 1);
       bool met = false;
-      while (!(met = enough()) && writer.step()) out = Outcome::worked;
+      bool moved = false;
+      while (!(met = enough()) && writer.step()) moved = true;
+      if (moved) out = Outcome::worked;
       give_back();
       if (!Writer::runnable(s_)) return out;
+      // Work was seen, none was found, and again: what is seen is a damaged head_pub, not a record that has just come.
+      if (!moved && !met && ++idle_turns > 3) return out;
       if (met) {
         hand_over();
         return out;

@@ -140,6 +140,11 @@ inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, u64 row
   if (ftruncate(fd, i64(h.config_bytes))) return errno;  // what a builder killed half-way left behind
   int e = reserve_range(fd, h.config_bytes, at.rings - h.config_bytes);
   if (!e && ftruncate(fd, i64(at.file))) e = errno;  // rings stay sparse
+  if (!e) {  // what this process cannot map, it must not publish
+    void *whole = mmap(nullptr, at.file, PROT_READ, MAP_SHARED, fd, 0);
+    if (whole == MAP_FAILED) e = errno;
+    else munmap(whole, at.file);
+  }
   if (e) {
     if (ftruncate(fd, i64(h.config_bytes))) return errno;
     return e;

@@ -16,6 +16,14 @@ inline int ordering_fcntl(int fd, int command, struct flock *l) {
 // A claim copies one number of its own, drained ring out of a commit block that a writer may be filling again with that number.
 extern "C" const char *__tsan_default_suppressions() { return "race:shmbuf::Registry::claim_slot\n"; }
 #endif
+#ifdef SHMBUF_FAILPOINTS
+// Every labelled step of the headers may yield, sleep or, in a process that is to die, be the last: what lies between two stores
+// hardly ever meets anybody else otherwise.
+#include "failpoint.h"
+#undef FAILPOINT
+#define FAILPOINT(name) step()
+inline void step();
+#endif
 #include "handle.h"
 #include "priority_tree.h"
 #undef fcntl
@@ -42,6 +50,7 @@ inline Board *board;
 inline Geometry g;
 inline bool processes;
 inline u64 round_ns = 300'000'000;
+inline bool doomed;                     // dies at some labelled step
 
 [[noreturn]] inline void fail(const char *format, ...) {
   char text[512];
@@ -56,16 +65,15 @@ inline u64 round_ns = 300'000'000;
 inline bool stopped() { return load(board->stop, acquire) != 0; }
 inline void count(u64 &what, u64 n = 1) { fetch_add(what, n, relaxed); }
 
-// A kill from outside hardly ever hits between two stores: with -DSHMBUF_FAILPOINTS most lives end at a labelled step.
-inline void doom([[maybe_unused]] u64 life) {
 #ifdef SHMBUF_FAILPOINTS
-  std::vector<const char *> names(std::begin(failpoint::kNames), std::end(failpoint::kNames));
-  names.insert(names.end(), {"tree_leaves_set", "tree_level_done"});
-  Rng rng{mix64(life)};
-  const char *name = names[rng.below(names.size())];
-  if (rng.below(4)) failpoint::armed() = {name, failpoint::Action::kill, long(1 + rng.below(rng.below(2) ? 4 : 100))};
-#endif
+inline void step() {
+  thread_local Rng rng{mix64(now_ns() ^ reinterpret_cast<u64>(&rng))};
+  u64 dice = rng.below(2048);
+  if (dice < 100) sched_yield();
+  else if (dice < 110) usleep(useconds_t(rng.below(50)));
+  else if (dice < 116 && doomed) kill(getpid(), SIGKILL);
 }
+#endif
 using Body = std::function<void(u64 life)>;  // life: another number each time it is started
 
 // Every body for one round. progress() must keep changing.
@@ -90,7 +98,7 @@ inline void run(const std::vector<Body> &bodies, const std::function<u64()> &pro
   auto start = [&](u64 i) {
     pids[i] = fork();
     CHECK(pids[i] >= 0, "fork: %s", std::strerror(errno));
-    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), alarm(30), doom(life), bodies[i](life), _exit(0);
+    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), alarm(30), doomed = true, bodies[i](life), _exit(0);
     ++life;
   };
   auto died = [&](u64 i, int options) {

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 
 from shmbuf import Buffer, destroy, segment
@@ -40,14 +41,18 @@ def actor(name: str, acks_path: str, spec: str, first: int) -> None:
 
 def extras(name: str, buffer: Buffer, other: Buffer, k: int) -> None:
     third = segment.attach(name)
-    assert third.try_take_role()  # a drainer that is stuck: the ring fills, and drop_oldest asks for room
-    for _ in range(40):
-        n = LARGEST
-        buffer.put(oracle.make_rows(1, k, n))
-        k += n
-    third.give_back_role()
+    for _ in range(50):  # until a drainer that was stuck goes on just while drop_oldest waits for it
+        assert third.try_take_role()
+        release = threading.Timer(0.004, third.give_back_role)
+        release.start()
+        for _ in range(4):
+            buffer.put(oracle.make_rows(1, k, LARGEST))
+            k += LARGEST
+        release.join()
+        buffer.drain()
+        if buffer.stats()["skipped_rows"]:
+            break
     third.close()
-    buffer.drain()
     other.put(oracle.make_rows(2, 0, 3))
     other.drain()
     other.close()  # its slot is now to be swept

@@ -32,7 +32,7 @@ def stamp(name: str, width: int, who: int, stop) -> None:
 def judge(name: str, stop, out, batch: int) -> None:
     buffer = Buffer.attach(name)
     seen = 0
-    while not stop.is_set():
+    while not stop.is_set() or not seen:
         rows, _ = buffer.draw(batch, timeout=30)
         want = (rows["k"] & 0xFF).astype(np.uint8)
         assert (rows["wide"].min(axis=1) == want).all() and (rows["wide"].max(axis=1) == want).all(), "torn row"

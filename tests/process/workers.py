@@ -37,7 +37,7 @@ def learn(name: str, stop, out) -> None:
     """Sample and judge every row until `stop`; puts how many rows were seen."""
     buffer = Buffer.attach(name)
     seen = 0
-    while not stop.is_set():
+    while not stop.is_set() or not seen:
         rows, ids = buffer.draw(64, timeout=30)
         oracle.check_rows(rows)
         assert (ids >= 0).all()

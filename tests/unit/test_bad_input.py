@@ -210,8 +210,7 @@ FORMS = {
     "as it is": lambda a: a, "strided": strided, "fortran order": np.asfortranarray, "negative strides": reversed_, "read-only": read_only,
     "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")), "big-endian, strided": lambda a: strided(a.astype(a.dtype.newbyteorder(">"))),
     "big-endian, reversed": lambda a: reversed_(a.astype(a.dtype.newbyteorder(">"))),
-    # BUG: AssertionError "converted rows fit": numpy's format code of it is "=f", and np.ascontiguousarray does not align; a packed
-    # record's field too, where it has one row
+    # numpy gives both the format code "=f", and np.ascontiguousarray does not align
     "unaligned": unaligned, "packed record field": packed, "subclass": lambda a: a.view(Subclass), "subclass, reversed": lambda a: reversed_(a).view(Subclass),
     "__array__": HasArray, "__array_interface__": HasInterface, "memoryview": lambda a: memoryview(np.ascontiguousarray(a)),
     "memoryview, read-only": lambda a: memoryview(read_only(a)), "moved axes": lambda a: np.moveaxis(np.ascontiguousarray(np.moveaxis(a, 0, -1)), -1, 0),
@@ -324,6 +323,5 @@ def test_a_dtype_that_numpy_lacks_is_its_bits(name, dtype, bits):
 
 @pytest.mark.parametrize("ids", [[0.7], [1.0], np.array([2.5]), [True, False, True], np.zeros(3, bool), ["1"]])
 def test_ids_that_are_no_integers_are_refused(buf, ids):
-    # BUG: floats are cut to integers, masks are taken as the ids 0 and 1 (the torch face raises IndexError)
     with pytest.raises((TypeError, ValueError, IndexError)):
         buf.gather(ids)

@@ -139,14 +139,13 @@ def test_a_list_that_cannot_be_stacked(rb):
 def test_a_list_of_different_dtypes_is_not_converted():
     with TensorDictReplayBuffer(storage=ShmStorage(50, schema={"x": torch.float32}, drain="caller")) as rb:
         rb.extend(TensorDict({"x": torch.zeros(1)}, [1]))
-        # BUG: torch.stack promotes: 2**53 + 1 becomes a float32 without a word ("dtypes are never converted")
+        # torch.stack would promote, and 2**53 + 1 become a float32
         with pytest.raises(SchemaError, match="'x'"), unmoved(rb.buffer):
             rb.extend([TensorDict({"x": torch.tensor(1.0)}, []), TensorDict({"x": torch.tensor(2**53 + 1)}, [])])
 
 
 def test_a_lazy_stack_of_different_shapes(rb):
     lazy = LazyStackedTensorDict(rows(0, None), rows(1, None).set("obs", torch.zeros(5)))
-    # BUG: RuntimeError of tensordict ("Failed to stack tensors within a tensordict under the key 'obs'"), not a SchemaError
     refused(rb, lazy, "'obs'")
 
 
@@ -180,7 +179,6 @@ def fate_in_a_child(rb, td) -> str:
 def test_a_tensor_without_memory_does_not_crash_the_process(rb):
     """A zero tensor (forward-mode autograd makes them) says it is on the CPU and contiguous; its address is 0."""
     zero = torch._efficientzerotensor(2, 4)
-    # BUG: SIGSEGV in the core's copy from address 0
     assert fate_in_a_child(rb, changed("obs", zero)) in ("refused", "stored")
     assert same(rb[:3], rows(0, 3)) and (len(rb) == 3 or (len(rb) == 5 and (rb[3:]["obs"] == 0).all()))
     n = len(rb)
@@ -193,7 +191,6 @@ def test_a_fake_tensor_does_not_crash_the_process(rb):
 
     with FakeTensorMode():
         fake = torch.zeros(2, 4)
-    # BUG: SIGSEGV in the core's copy from address 0
     assert fate_in_a_child(rb, changed("obs", fake)) == "refused"
     assert same(rb[:], rows(0, 3)) and rb.extend(rows(3, 1)).tolist() == [3]
 

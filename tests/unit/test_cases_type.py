@@ -119,7 +119,7 @@ OBS, ACT = np.zeros((3, 4), np.float32), np.zeros(3, np.int64)
     ({"Obs": np.zeros((3, 5)), "act": ACT.astype("i4"), "z": ACT}, [
         "key 'obs' is missing, expected float32[4]", "key 'Obs' is not in the schema, got float64[5]", "key 'z' is not in the schema, got int64[]",
         "key 'act': got int32[], expected int64[]"]),
-    # everything at once. BUG: differing numbers of rows are looked at only when nothing else differs
+    # everything at once
     ({"obs": np.zeros((3, 5), "f4"), "act": ACT[:2], "z": ACT}, [
         "key 'z' is not in the schema, got int64[]", "key 'obs': got float32[5], expected float32[4]", "'obs': 3", "'act': 2"])])
 def test_b103_one_error_lists_every_difference(name, given, lines):

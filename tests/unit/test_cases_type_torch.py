@@ -122,7 +122,6 @@ def test_b110_empty_and_list_inputs(rb):
     assert rb.extend([td, td, td]).tolist() == [3, 4, 5] and rb[3:]["k"].tolist() == [7, 7, 7]
     assert rb.put([td, td, td]).wait().tolist() == [6, 7, 8]
     with unmoved(rb.buffer):
-        # BUG: SchemaError "key 'obs' is missing …": the list of no rows becomes a TensorDict of no keys
         assert rb.put([]).rows == 0 and rb.extend([]).tolist() == []
 
 
