@@ -9,7 +9,7 @@ Three kinds of process, and two buffers between them:
     main            makes both, watches, judges the policy, ends everything; it never writes a row
 
 Collectors use numpy only: they are up in half a second and never import torch. Nothing else connects the processes, no queue,
-no pipe, no lock: each attaches by name, and killing one leaves the others whole.
+no pipe, no lock; each attaches by name. None depends on another, so ending them all when one dies is main's choice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from multiprocessing import get_context
-from multiprocessing.connection import wait
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
 import gymnasium
@@ -95,13 +94,13 @@ def newest(policy: Buffer) -> tuple[int, float, dict[str, np.ndarray]]:
 # ---- collector --------------------------------------------------------------------------------------------------------
 
 
-def collector(s: Settings, number: int, parent: int) -> None:
+def collector(s: Settings, number: int) -> None:
     buffer, policy = Buffer.attach(s.name), Buffer.attach(f"{s.name}-policy")
     least = np.geomspace(0.02, 0.2, s.collectors)[number]  # some explore more than others, as in Ape-X
     rng = np.random.default_rng([s.seed, number])
     env = gymnasium.make("CartPole-v1")
     observation, _ = env.reset(seed=1000 * s.seed + number)
-    while os.getppid() == parent:  # if main is killed, end too
+    while parent_process().is_alive():  # if main is killed, end too
         updates, epsilon, net = newest(policy)
         if buffer.write_count > s.warmup + s.rows_per_update * (updates + 2 * s.publish_every):
             time.sleep(0.001)  # the learner is behind
@@ -110,15 +109,11 @@ def collector(s: Settings, number: int, parent: int) -> None:
             explore = rng.random() < max(epsilon, least)
             action = rng.integers(2) if explore else q_values(net, observation).argmax()
             after, reward, terminated, truncated, _ = env.step(action)
-            buffer.put({  # returns at once; every leaf has a first dimension, the rows: here one
+            buffer.put({  # returns at once; the first dimension of every leaf is the rows, here one
                 "observation": observation[None],
                 "action": np.array([action]),
-                "next": {
-                    "observation": after[None],
-                    "reward": np.array([reward], np.float32),
-                    "terminated": np.array([terminated]),
-                    "done": np.array([terminated or truncated]),
-                },
+                "next": {"observation": after[None], "reward": np.array([reward], np.float32),
+                         "terminated": np.array([terminated]), "done": np.array([terminated or truncated])},
             })
             observation = env.reset()[0] if terminated or truncated else after
 
@@ -126,7 +121,7 @@ def collector(s: Settings, number: int, parent: int) -> None:
 # ---- learner ----------------------------------------------------------------------------------------------------------
 
 
-def learner(s: Settings, parent: int) -> None:
+def learner(s: Settings) -> None:
     import torch
     from torch import nn
 
@@ -142,7 +137,7 @@ def learner(s: Settings, parent: int) -> None:
     adam = torch.optim.Adam(net.parameters(), fused=True)
     rb, policy = shmbuf.attach(s.name), Buffer.attach(f"{s.name}-policy")  # rb: class and batch size as main chose them
     updates = 0
-    while os.getppid() == parent:
+    while parent_process().is_alive():
         if rb.write_count < s.warmup + s.rows_per_update * (updates - 2 * s.publish_every):
             time.sleep(0.001)  # the collectors are behind
             continue
@@ -150,7 +145,7 @@ def learner(s: Settings, parent: int) -> None:
         now, after = batch["observation"] * scale, batch["next", "observation"] * scale
         with torch.no_grad():  # double DQN: net chooses the action, target values it
             best = net(after).argmax(1, keepdim=True)
-            future = ~batch["next", "terminated"] * target(after).gather(1, best).squeeze(1)  # a time limit is no fall: not "done"
+            future = target(after).gather(1, best).squeeze(1) * ~batch["next", "terminated"]  # not "done": a time limit is no fall
             goal = (1 - s.gamma) * batch["next", "reward"] + s.gamma * future
         value = net(now).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
         adam.param_groups[0]["lr"] = s.learning_rate * max(0.05, 1 - updates / 5_000)
@@ -175,31 +170,28 @@ def evaluate(net: dict[str, np.ndarray], env: gymnasium.Env, episodes: int) -> f
     """Mean return of greedy episodes."""
     total = 0.0
     for episode in range(episodes):
-        observation, _ = env.reset(seed=episode)
-        over = False
+        (observation, _), over = env.reset(seed=episode), False
         while not over:
             observation, reward, terminated, truncated, _ = env.step(q_values(net, observation).argmax())
-            over = terminated or truncated
-            total += float(reward)
+            total, over = total + float(reward), terminated or truncated
     return total / episodes
 
 
-def run(s: Settings, console) -> int:
+def run(s: Settings) -> int:
     from rich.live import Live
 
-    from shmbuf import ShmStorage, TensorDictReplayBuffer
+    from shmbuf import ShmStorage, TensorDictReplayBuffer  # torch comes in here
 
     with ExitStack() as end:  # its calls run at the end in reverse order, whatever happened
-        storage = ShmStorage(s.capacity, name=s.name, exists="replace")
-        rb = TensorDictReplayBuffer(storage=storage, batch_size=s.batch_size)
+        rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), batch_size=s.batch_size)
         end.callback(shmbuf.destroy, s.name, force=True)
         policy = Buffer.create(f"{s.name}-policy", 1, drain="caller", exists="replace")
         end.callback(shmbuf.destroy, policy.name, force=True)
         # Neither has a schema yet: the first put of any process decides it, here a collector's and the learner's.
 
-        spawn, me = get_context("spawn"), os.getpid()
-        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, i, me), daemon=True) for i in range(s.collectors)}
-        jobs["learner"] = spawn.Process(target=learner, args=(s, me), daemon=True)
+        spawn = get_context("spawn")
+        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, i), daemon=True) for i in range(s.collectors)}
+        jobs["learner"] = spawn.Process(target=learner, args=(s,), daemon=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
         end.callback(stop, jobs)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it: Ctrl-C is main's affair alone
@@ -208,116 +200,82 @@ def run(s: Settings, console) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
         env = gymnasium.make("CartPole-v1")
-        began, told, judged, verdict = time.monotonic(), 0.0, 0, ""
-        rings: dict[int, dict] = {}  # pid: what the buffer says about a collector, kept when it is dead and its ring given back
-        watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled) several times a second
-        returns: list[tuple[float, float]] = []  # (seconds, return) of each evaluation
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled), five times a second
+        returns: list[tuple[float, float]] = []  # (seconds, mean return) of each evaluation
+        rings: dict[int, dict] = {}  # pid: what the buffer knows of a collector, kept here in case it dies
+        began, judged, told, final, verdict = time.monotonic(), 0, 0.0, 0.0, ""
+        with Live(auto_refresh=False, transient=True) as live:
             while not verdict:
-                ended = wait([job.sentinel for job in jobs.values()], timeout=0.2)
+                ended = connection.wait([job.sentinel for job in jobs.values()], timeout=0.2)
                 t = time.monotonic() - began
                 updates, epsilon, net = newest(policy)
-                rings.update({c["pid"]: c for c in rb.buffer.collectors()})
+                rings |= {c["pid"]: c for c in rb.buffer.collectors()}
                 watch.append((t, sum(c["put_rows"] for c in rings.values()), updates))
                 if updates >= judged + s.evaluate_every:
                     returns.append((t, evaluate(net, env, s.episodes)))
-                    judged = updates
-                line = status(watch, rings, returns, epsilon)
-                if console.is_terminal:
+                    judged, final = updates, float(np.mean([r for _, r in returns[-3:]]))
+                line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
+                        f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
+                        f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}")
+                if live.console.is_terminal:
                     live.update(line, refresh=True)
-                elif t >= told:  # into a log: a line now and then
-                    console.print(line, soft_wrap=True)
+                elif t >= told:  # a log gets a line now and then
+                    print(line, flush=True)
                     told = t + 5
                 if ended:
-                    dead = [f"{name} ended with exit code {job.exitcode}" for name, job in jobs.items() if not job.is_alive()]
-                    verdict = f"failed: {', '.join(dead)}"
-                elif len(returns) >= 3 and last_three(returns) >= s.target_return:  # one may be luck
+                    dead = [f"{name} (exit code {job.exitcode})" for name, job in jobs.items() if not job.is_alive()]
+                    verdict = f"failed, because of {', '.join(dead)},"
+                elif len(returns) >= 3 and final >= s.target_return:
                     verdict = "solved"
                 elif t > s.timeout:
                     verdict = "gave up"
-        stop(jobs)
 
-    t, rows, updates = watch[-1]
-    busy = max(t - next((t for t, rows, _ in watch if rows), t), 0.2)  # without the start
-    console.print(f"{verdict} after {t:.1f} s")
-    console.print(f"  rows written     {rows:,} ({rows / busy:,.0f} rows/s)")
-    for name, job in jobs.items():
-        if name != "learner":
-            console.print(f"    {name}    {rings[job.pid]['put_rows'] if job.pid in rings else 0:,}")
-    console.print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({updates / busy:,.0f} batches/s)")
-    if returns:
-        console.print(f"  final return     {last_three(returns):.1f} (mean of the last {3 * s.episodes} greedy episodes, target {s.target_return:g})")
-    console.print(f"  picture          {picture(s, watch, returns)}", soft_wrap=True)
+    since = next((w for w in watch if w[2]), watch[-1])  # rates are those while it learned
+    put = [rings[job.pid]["put_rows"] if job.pid in rings else 0 for name, job in jobs.items() if name != "learner"]
+    print(f"{verdict} after {t:.1f} s")
+    print(f"  rows written     {sum(put):,} ({(watch[-1][1] - since[1]) / max(t - since[0], 0.1):,.0f} rows/s)")
+    print(f"  per collector    {'  '.join(f'{n:,}' for n in put)}")
+    print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)")
+    print(f"  final return     {final:.1f} (last 3 evaluations of {s.episodes} episodes; target {s.target_return:g})")
+    print(f"  picture          {picture(s, watch, returns)}")
     return 0 if verdict == "solved" else 1
 
 
-def last_three(returns: list[tuple[float, float]]) -> float:
-    return sum(r for _, r in returns[-3:]) / len(returns[-3:])
-
-
 def stop(jobs: dict) -> None:
-    """At any instruction of theirs: a row that they put is in the buffer whole or not at all."""
+    """At any instruction of theirs: a row is in the buffer whole or not at all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C does not keep us from cleaning up
-    started = [job for job in jobs.values() if job.pid is not None]
-    for job in started:
-        job.terminate()
-    for job in started:
-        job.join()
+    for job in jobs.values():
+        if job.pid is not None:  # started
+            job.terminate()
+            job.join()
 
 
-def per_second(watch: list[tuple[float, int, int]], column: int) -> list[float]:
-    """Rate at each moment, over the two seconds before it."""
-    earlier = [watch[max(0, i - 10)] for i in range(len(watch))]
-    return [(b[column] - a[column]) / max(b[0] - a[0], 0.1) for a, b in zip(earlier, watch, strict=True)]
-
-
-def status(watch: list[tuple[float, int, int]], rings: dict[int, dict], returns: list[tuple[float, float]], epsilon: float) -> str:
-    if not watch[-1][1]:
-        return f"{watch[-1][0]:3.0f} s  starting"
-    recent = watch[-11:]
-    return (f"{watch[-1][0]:3.0f} s  in {per_second(recent, 1)[-1]:,.0f} rows/s  out {per_second(recent, 2)[-1]:,.0f} batches/s  "
-            f"rings {max(r['ring_used'] / r['ring_bytes'] for r in rings.values()):.1%}  "
-            f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}")
+def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> float:
+    """The rate at moment i, over the two seconds before it."""
+    i %= len(watch)
+    earlier, now = watch[max(0, i - 10)], watch[i]
+    return (now[column] - earlier[column]) / max(now[0] - earlier[0], 0.1)
 
 
 def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
-    top.set_title(f"DQN on CartPole-v1, {s.collectors} collectors, seed {s.seed}")
-    top.axhline(s.target_return, color="gray", linestyle="--", linewidth=1, label="target")
-    top.plot(*zip(*returns, strict=True) if returns else ([], []), "o-", markersize=4, label="evaluation")
-    top.set(ylabel=f"mean return of {s.episodes} episodes", ylim=(0, 520))
-    times = [t for t, _, _ in watch]
-    bottom.plot(times, per_second(watch, 1), label="rows in")
-    bottom.plot(times, per_second(watch, 2), label=f"batches of {s.batch_size} out")
-    bottom.set(xlabel="seconds", ylabel="per second", ylim=(0, None), xlim=(0, None))
-    for axes in (top, bottom):
-        axes.legend(loc="upper left")
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    figure.suptitle(f"DQN on CartPole-v1, {s.collectors} collectors, seed {s.seed} (dashed: target)")
+    top.axhline(s.target_return, color="gray", linestyle="--")
+    top.plot([t for t, _ in returns], [r for _, r in returns], "o-", markersize=4)
+    top.set(ylabel=f"mean return of {s.episodes} greedy episodes", ylim=(0, 520))
+    for axes, column, label, color in ((middle, 1, "rows/s in", "tab:orange"), (bottom, 2, "batches/s out", "tab:green")):
+        axes.plot([t for t, _, _ in watch], [per_second(watch, i, column) for i in range(len(watch))], color=color)
+        axes.set(ylabel=label, ylim=(0, None))
+    bottom.set(xlabel="seconds", xlim=(0, None))
+    for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
     path = Path(s.out, "dqn_cartpole.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
-
-
-def main(s: Settings) -> int:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C
-    try:
-        return run(s, console)
-    except KeyboardInterrupt:
-        console.print("interrupted; processes and buffers are gone")
-        return 130
-    except shmbuf.ShmbufError as e:
-        console.print(f"failed: {e}")
-        return 1
 
 
 def parse() -> Settings:
@@ -330,4 +288,13 @@ def parse() -> Settings:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    settings = parse()
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C
+    try:
+        sys.exit(run(settings))
+    except KeyboardInterrupt:
+        print("interrupted; processes and buffers are gone")
+        sys.exit(130)
+    except shmbuf.ShmbufError as e:
+        sys.exit(f"failed: {e}")

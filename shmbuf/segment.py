@@ -183,6 +183,7 @@ def create(
         handle = native.Handle(keep, lock_fd)  # takes both, also when it raises
         # src_dir_fd makes CPython call linkat(AT_SYMLINK_FOLLOW), without which /proc/self/fd cannot be linked
         os.link(f"/proc/self/fd/{keep}", path_of(name), src_dir_fd=keep, follow_symlinks=True)
+        handle.named()
         handle.add_role(native.CREATOR)
         return name, handle
     except OSError as e:

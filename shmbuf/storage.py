@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -399,7 +399,7 @@ class ShmStorage:
         if isinstance(index, (int, np.integer)):
             single, slots = True, np.array([index], np.int64)
         elif isinstance(index, slice) or index is Ellipsis:
-            return self._slice(schema, slice(None) if index is Ellipsis else index)
+            return self._clipped(slice(None) if index is Ellipsis else index, lambda slots: self._rows(schema, slots))
         else:
             array = torch.as_tensor(index).cpu().numpy() if not isinstance(index, np.ndarray) else index
             if array.dtype == bool:
@@ -419,11 +419,12 @@ class ShmStorage:
 
     __getitem__ = get
 
-    def _slice(self, schema: Schema, index: slice) -> TensorDictBase:
+    def _clipped(self, index: slice, read: Callable[[np.ndarray], Any]) -> Any:
+        """read(slots) of a slice, which clips: also when the buffer is emptied between the look at its length and the copy."""
         for _ in range(100):
             try:
-                return self._rows(schema, np.arange(*index.indices(len(self)), dtype=np.int64))
-            except IndexError:  # emptied between the look at the length and the copy: a slice clips
+                return read(np.arange(*index.indices(len(self)), dtype=np.int64))
+            except IndexError:
                 continue
         raise Lapped("the buffer is being emptied faster than a slice of it can be read")
 
@@ -444,11 +445,16 @@ class ShmStorage:
         chosen = [c for c in schema.columns if c.key[: len(key)] == key]
         if not chosen:
             raise KeyError(f"key {show_key(key)} is not in the schema: {', '.join(map(show_key, schema.keys))}")
-        columns, n = native.Columns(), len(self)
+        columns = native.Columns()
         for c in chosen:
             columns.add(c.offset, c.nbytes, list(c.shape), "", None)
-        leaves = [torch.empty((n, *c.shape), dtype=getattr(torch, c.dtype)) for c in chosen]
-        self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], np.arange(n, dtype=np.int64))
+
+        def read(slots: np.ndarray) -> tuple[int, list[torch.Tensor]]:
+            leaves = [torch.empty((len(slots), *c.shape), dtype=getattr(torch, c.dtype)) for c in chosen]
+            self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], slots)
+            return len(slots), leaves
+
+        n, leaves = self._clipped(slice(None), read)
         if chosen[0].key == key:
             return leaves[0]
         return make_tensordict(tuple(c.key[len(key) :] for c in chosen), leaves, torch.Size((n,)))

@@ -80,8 +80,14 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
     running: list[subprocess.Popen] = []
 
     def start(code: str, *argv: object, **environment: str) -> subprocess.Popen:
-        p = subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        p = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, argv)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
         running.append(p)
         return p
 

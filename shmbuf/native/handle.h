@@ -38,6 +38,7 @@ class Handle {
   Handle(int map_fd, int lock_fd, u32 flags) : map_fd_(map_fd), lock_fd_(lock_fd), readonly_(flags & kReadonly), role_(s_) {
     try {
       u64 bytes = file_size(map_fd);
+      if (struct stat st; fstat(map_fd, &st) == 0 && st.st_nlink) named();
       if (bytes < 2 * kPage) throw FormatError("the file has " + std::to_string(bytes) + " bytes, less than a header");
       u8 *probe = map_file(map_fd, 2 * kPage, true);
       u64 config_bytes = reinterpret_cast<const Header *>(probe)->config_bytes;
@@ -138,6 +139,7 @@ class Handle {
     built_.store(true, release);
     return true;
   }
+  void named() { linked_.store(true, relaxed); }  // before that, no name is no sign
   const u8 *file() const { return file_; }
 
   // ---- putting ----
@@ -286,8 +288,7 @@ class Handle {
   u32 sweep() {
     std::lock_guard<std::mutex> guard(mutex_);
     if (struct stat st; lock_fd_ >= 0 && fstat(lock_fd_, &st) == 0) {
-      if (st.st_nlink) linked_ = true;  // it had no name yet when it was made
-      else if (linked_ && !destroyed()) mark_destroyed();  // whoever removed the name was killed before he said so
+      if (!st.st_nlink && linked_ && !destroyed()) mark_destroyed();  // whoever removed the name was killed before he said so
     }
     return ready_locked() ? Registry(s_, lock_fd_).sweep(slot_) : 0;
   }
@@ -550,8 +551,8 @@ class Handle {
   u8 *file_ = nullptr;
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
-  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false, linked_ = false;
-  std::atomic<bool> built_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false}, building_{false};
+  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
+  std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false}, building_{false};
   std::atomic<u32> uses_{0};
   u32 stop_ = 0;
   pthread_t thread_{};

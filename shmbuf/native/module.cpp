@@ -401,6 +401,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def_prop_ro("forked", [](const H &h) { return h->forked(); })
       .def_prop_ro("closed", [](const H &h) { return h->closed(); })
       .def_prop_ro("present", [](const H &h) { return h->present(); })
+      .def("named", [](const H &h) { Handle::Use use(*h); h->named(); })
       .def_prop_ro("inode", [](const H &h) {
         Handle::Use use(*h);
         struct stat st;

@@ -21,8 +21,8 @@ extern "C" const char *__tsan_default_suppressions() { return "race:shmbuf::Regi
 // hardly ever meets anybody else otherwise.
 #include "failpoint.h"
 #undef FAILPOINT
-#define FAILPOINT(name) step()
-inline void step();
+#define FAILPOINT(name) ::pause_or_die()
+inline void pause_or_die();
 #endif
 #include "handle.h"
 #include "priority_tree.h"
@@ -66,12 +66,12 @@ inline bool stopped() { return load(board->stop, acquire) != 0; }
 inline void count(u64 &what, u64 n = 1) { fetch_add(what, n, relaxed); }
 
 #ifdef SHMBUF_FAILPOINTS
-inline void step() {
+inline void pause_or_die() {
   thread_local Rng rng{mix64(now_ns() ^ reinterpret_cast<u64>(&rng))};
   u64 dice = rng.below(2048);
   if (dice < 100) sched_yield();
-  else if (dice < 110) usleep(useconds_t(rng.below(50)));
-  else if (dice < 116 && doomed) kill(getpid(), SIGKILL);
+  else if (dice < 103) usleep(useconds_t(rng.below(50)));
+  else if (dice < 107 && doomed) kill(getpid(), SIGKILL);
 }
 #endif
 using Body = std::function<void(u64 life)>;  // life: another number each time it is started

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shmbuf import Buffer, destroy, segment
-from shmbuf.errors import BufferInUse, BufferNotFound, CommitPending, ConcurrentUse, Lapped, RingFull
+from shmbuf.errors import BufferInUse, BufferNotFound, CommitPending, ConcurrentUse, Lapped, RingFull, StorageLost
 from tests import oracle
 from tests.process import workers
 
@@ -232,3 +232,120 @@ def test_close_in_one_thread_while_others_put_draw_and_wait(unique_name):
             not any(t.is_alive() for t in threads) and set(ended) <= {"ValueError", "StorageLost"} and len(ended) == 3
         )
         destroy(unique_name)
+
+
+def test_a_refused_destroy_leaves_the_buffer_alive(unique_name):
+    """Another user may attach (mode 0660) but not remove the name: /dev/shm is sticky."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become another user")
+    code = (
+        "import os, sys\nfrom shmbuf import destroy\nfrom shmbuf.segment import attach\nos.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
+        "attach(sys.argv[1], owner=0).close()\n"
+        "try:\n    destroy(sys.argv[1], owner=0, force=True)\nexcept PermissionError as e:\n    print('refused', 'sticky' in str(e))\n"
+    )
+    with Buffer.create(unique_name, 100, schema=oracle.SCHEMA, mode=0o660, group=54321) as buffer:
+        done = subprocess.run([sys.executable, "-c", code, unique_name], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "refused True\n", done.stderr
+        assert len(buffer.extend(oracle.make_rows(0, 0, 3))) == 3
+    destroy(unique_name)
+
+
+def test_a_name_removed_behind_its_back_is_noticed(unique_name):
+    """destroy was killed between the removal and the word: the drain thread sees that the file has no name."""
+    with Buffer.create(unique_name, 100, schema=oracle.SCHEMA) as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 1))
+        os.unlink(segment.path_of(unique_name))
+        with pytest.raises(StorageLost):
+            for k in range(1, 100_000):
+                buffer.put(oracle.make_rows(0, k, 1))
+                time.sleep(0.001)
+
+
+def test_what_cannot_be_mapped_is_refused_and_leaves_nothing(unique_name):
+    with pytest.raises(ValueError, match="cannot be mapped"):
+        Buffer.create(unique_name, 10, schema={"a": "int64"}, max_collectors=65535, ring_bytes=1 << 34)
+    assert unique_name not in segment.names()
+    code = (
+        "import resource, sys\nfrom shmbuf import Buffer, NotEnoughMemory\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "try:\n    Buffer.create(sys.argv[1], 10, schema={'a': 'int64'}, max_collectors=1024)\n"
+        "except NotEnoughMemory as e:\n    print('RLIMIT_AS' in str(e))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, unique_name], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr
+    assert unique_name not in segment.names()
+
+
+def test_a_failing_attach_leaks_no_descriptor(unique_name):
+    code = (
+        "import os, resource, sys\nfrom shmbuf import Buffer\n"
+        "Buffer.attach(sys.argv[1]).close()\n"
+        "n = len(os.listdir('/proc/self/fd'))\nresource.setrlimit(resource.RLIMIT_NOFILE, (n, n))\n"
+        "for _ in range(50):\n    try:\n        Buffer.attach(sys.argv[1])\n    except OSError:\n        pass\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (n, n))\nprint(len(os.listdir('/proc/self/fd')) - n)\n"
+    )
+    with Buffer.create(unique_name, 100, schema=oracle.SCHEMA, drain="caller"):
+        done = subprocess.run([sys.executable, "-c", code, unique_name], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "0\n", done.stderr
+    destroy(unique_name)
+
+
+def test_a_handlers_own_exception_is_not_replaced(unique_name):
+    class Mine(Exception):
+        pass
+
+    def handler(*_):
+        raise Mine
+
+    with Buffer.create(unique_name, 1000, schema=oracle.SCHEMA, drain="caller", ring_bytes=4096) as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 1))
+        holder = segment.attach(unique_name)
+        assert holder.try_take_role()
+        old = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Mine):
+                buffer.put(oracle.make_rows(0, 1, 500))  # a part of it is in the ring by then
+        finally:
+            signal.signal(signal.SIGALRM, old)
+        holder.give_back_role()
+        holder.close()
+        oracle.settle(buffer)
+        lo, hi = buffer.window
+        oracle.check_rows(buffer.gather(range(lo, hi)))
+    destroy(unique_name)
+
+
+def test_a_damaged_head_word_does_not_spin(unique_name):
+    """Work is seen in the ring, and none is found: nobody may look for it for ever."""
+    with Buffer.create(unique_name, 1000, schema=oracle.SCHEMA, drain="caller") as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 5))
+        slots = 8192 + 4096 + segment.MAX_MEMBERS * 128
+        with open(segment.path_of(unique_name), "r+b") as f:
+            f.seek(slots + 128)
+            head = int.from_bytes(f.read(8), "little")
+            assert head == 640  # five rows of 120 bytes and a header, rounded up
+            f.seek(slots + 128)
+            f.write((head - 32).to_bytes(8, "little"))
+        buffer.drain()
+        buffer.close()
+    destroy(unique_name, force=True)
+
+
+def test_counters_never_come_out_negative_while_rings_change_hands(unique_name):
+    stop = workers.ForkedEvent()
+    with Buffer.create(unique_name, 1000, schema=oracle.SCHEMA, max_collectors=4) as buffer:
+        pids = [workers.fork(come_and_go, unique_name, stop) for _ in range(3)]
+        for _ in range(3000):
+            for c in buffer.collectors():
+                for key in ("put_rows", "stored_rows", "skipped_rows", "dropped_rows", "refused_rows"):
+                    assert 0 <= c[key] < 1 << 40, c
+        stop.set()
+        assert [os.waitpid(p, 0)[1] for p in pids] == [0] * 3
+    destroy(unique_name)
+
+
+def come_and_go(name: str, stop) -> None:
+    while not stop.is_set():
+        with Buffer.attach(name) as buffer:
+            buffer.put(oracle.make_rows(0, 0, 3))

@@ -168,3 +168,59 @@ def test_threads_sample_different_sizes_at_once(unique_name):
             t.join(60)
         assert not failed
     shmbuf.destroy(unique_name)
+
+
+def test_out_whose_tensors_share_memory_is_refused(unique_name):
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=4) as rb:
+        rb.extend(TensorDict({"a": torch.zeros(5, 3), "b": torch.ones(5, 3)}, [5]))
+        out = rb.sample()
+        out["b"] = out["a"]
+        with pytest.raises(shmbuf.SchemaError, match="share memory"):
+            rb.sample(out=out)
+        big = torch.zeros(8, 3)
+        out["a"], out["b"] = big[:4], big[3:7]
+        with pytest.raises(shmbuf.SchemaError, match="share memory"):
+            rb.sample(out=out)
+        out["b"] = big[4:]
+        assert rb.sample(out=out) is out and (big[:4] == 0).all() and (big[4:] == 1).all()
+    shmbuf.destroy(unique_name)
+
+
+def test_tensors_without_memory_are_refused(unique_name):
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=4) as rb:
+        rb.extend(TensorDict({"a": torch.zeros(5, 3)}, [5]))
+        gone = torch.zeros(5, 3)
+        gone.untyped_storage().resize_(0)  # as FSDP does
+        with pytest.raises(shmbuf.SchemaError, match=r"'a'.*without memory"):
+            rb.extend(TensorDict({"a": gone}, [5]))
+        out = rb.sample()
+        out["a"].untyped_storage().resize_(0)
+        with pytest.raises(shmbuf.SchemaError, match="'a'"):
+            rb.sample(out=out)
+        assert len(rb) == rb.write_count == 5
+    shmbuf.destroy(unique_name)
+
+
+def test_slices_beside_emptying(unique_name):
+    import threading
+
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=4) as rb:
+        rb.extend(transitions(1, 50))
+        stop = threading.Event()
+
+        def churn() -> None:
+            while not stop.is_set():
+                rb.empty()
+                rb.extend(transitions(1, 50))
+
+        t = threading.Thread(target=churn)
+        t.start()
+        try:
+            for _ in range(300):
+                rows = rb[:]
+                judge(rows)
+                rb["obs"]
+        finally:
+            stop.set()
+            t.join(30)
+    shmbuf.destroy(unique_name)

@@ -15,7 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shmbuf import Buffer, CommitPending, Lapped, NotEnoughRows, RingFull, destroy, segment
 from tests.conftest import PREFIX
 
-SPEC = {"k": "int64", "check": ("int64", (5,))}  # 48 bytes a row: 42 puts of one row, or one of 42 rows, fill half of the smallest ring
+SPEC = {
+    "k": "int64",
+    "check": ("int64", (5,)),
+}  # 48 bytes a row: 42 puts of one row, or one of 42 rows, fill half of the smallest ring
 RING = 4096
 FEW = st.integers(1, 5)
 MANY = st.integers(40, 300)  # larger than half the ring, than the ring, than the capacity
@@ -29,11 +32,25 @@ def rows(first: int, n: int) -> dict:
 class Model(RuleBasedStateMachine):
     handles: list[Buffer]
 
-    @initialize(capacity=st.sampled_from([1, 2, 7, 30, 64, 400]), full=st.sampled_from(["block", "error", "drop_newest", "drop_oldest"]), late=st.booleans())
+    @initialize(
+        capacity=st.sampled_from([1, 2, 7, 30, 64, 400]),
+        full=st.sampled_from(["block", "error", "drop_newest", "drop_oldest"]),
+        late=st.booleans(),
+    )
     def create(self, capacity: int, full: str, late: bool) -> None:
         self.name = f"{PREFIX}{secrets.token_hex(4)}"
         self.capacity, self.full = capacity, full
-        self.handles = [Buffer.create(self.name, capacity, schema=None if late else SPEC, ring_bytes=RING, max_collectors=8, full=full, drain="caller")]
+        self.handles = [
+            Buffer.create(
+                self.name,
+                capacity,
+                schema=None if late else SPEC,
+                ring_bytes=RING,
+                max_collectors=8,
+                full=full,
+                drain="caller",
+            )
+        ]
         self.waiting: dict[Buffer, deque] = {self.handles[0]: deque()}  # (ticket, numbers it carries)
         self.stored: dict[int, int] = {}  # id → number, everything ever committed
         self.given = 0  # rows handed in, refused ones too: the next number
@@ -70,7 +87,9 @@ class Model(RuleBasedStateMachine):
                 assert self.full == "drop_oldest"
                 self.dropped.update(numbers[at : at + n])
             else:
-                assert ids[:n] == list(range(first, first + n)) and not self.stored.keys() & set(ids[:n]), "an id never repeats"
+                assert ids[:n] == list(range(first, first + n)) and not self.stored.keys() & set(ids[:n]), (
+                    "an id never repeats"
+                )
                 self.stored.update(zip(ids[:n], numbers[at : at + n], strict=True))
                 del ids[:n]
             at += n
@@ -104,7 +123,7 @@ class Model(RuleBasedStateMachine):
         else:
             assert ticket.rows == n or self.full.startswith("drop")
             self.accept(buf, ticket, numbers)
-            self.dropped.update(numbers[ticket.rows:])
+            self.dropped.update(numbers[ticket.rows :])
 
     @rule(i=st.integers(0, 2), n=FEW | MANY)
     @precondition(lambda self: self.full == "block")
@@ -234,7 +253,10 @@ class Model(RuleBasedStateMachine):
         assert buf.window == (lo, end) and len(buf) == end - lo == s["size"]
         assert buf.write_count == len(self.stored) - self.write_base and s["rows_total"] == len(self.stored)
         assert s["dropped_rows"] + s["skipped_rows"] == len(self.dropped) and s["refused_rows"] == self.refused
-        assert s["put_rows"] == len(self.stored) + s["skipped_rows"] and self.given == s["put_rows"] + s["dropped_rows"] + self.refused
+        assert (
+            s["put_rows"] == len(self.stored) + s["skipped_rows"]
+            and self.given == s["put_rows"] + s["dropped_rows"] + self.refused
+        )
         assert s["malformed_records"] == 0 and s["clears"] == self.clears
         if end > lo:
             got = buf.gather(np.arange(lo, end))

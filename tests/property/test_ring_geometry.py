@@ -17,21 +17,37 @@ CAPACITY = 3000
 
 def rows(first: int, n: int, width: int, who: int) -> dict:
     k = np.arange(first, first + n, dtype=np.uint32)
-    return {"x": ((k[:, None] * 2654435761 + np.arange(width, dtype=np.uint32) * 40503 + who * 97) >> 7).astype(np.uint8), "k": k.astype(np.uint16)}
+    return {
+        "x": ((k[:, None] * 2654435761 + np.arange(width, dtype=np.uint32) * 40503 + who * 97) >> 7).astype(np.uint8),
+        "k": k.astype(np.uint16),
+    }
 
 
 # A step: put n rows through handle h (n > 0), or drain (0).
-STEPS = st.lists(st.tuples(st.integers(0, 1), st.one_of(st.just(0), st.integers(1, 3), st.integers(1, 90))), min_size=1, max_size=60)
+STEPS = st.lists(
+    st.tuples(st.integers(0, 1), st.one_of(st.just(0), st.integers(1, 3), st.integers(1, 90))), min_size=1, max_size=60
+)
 
 
-@given(width=st.one_of(st.integers(0, 70), st.integers(900, 2100)), ring_bytes=st.sampled_from([4096, 8192, 16384]), steps=STEPS)
+@given(
+    width=st.one_of(st.integers(0, 70), st.integers(900, 2100)),
+    ring_bytes=st.sampled_from([4096, 8192, 16384]),
+    steps=STEPS,
+)
 @example(width=2006, ring_bytes=4096, steps=[(0, 1)] * 9 + [(1, 0), (0, 3)])  # a record is half the ring, to the byte
 @example(width=22, ring_bytes=4096, steps=[(0, 84), (0, 1), (1, 0)] * 7)  # records of 2048 and of 64 bytes
 @example(width=5, ring_bytes=4096, steps=[(0, 89), (1, 89), (0, 0)] * 6)
 @settings(max_examples=250, report_multiple_bugs=False)
 def test_nothing_is_lost_doubled_torn_or_reordered(width: int, ring_bytes: int, steps: list[tuple[int, int]]):
     name = f"{PREFIX}{secrets.token_hex(4)}"
-    with Buffer.create(name, CAPACITY, schema={"x": ("uint8", (width,)), "k": "uint16"}, ring_bytes=ring_bytes, max_collectors=2, drain="caller") as one:
+    with Buffer.create(
+        name,
+        CAPACITY,
+        schema={"x": ("uint8", (width,)), "k": "uint16"},
+        ring_bytes=ring_bytes,
+        max_collectors=2,
+        drain="caller",
+    ) as one:
         try:
             with Buffer.attach(name) as two:
                 handles, given_rows, tickets = (one, two), [0, 0], []
@@ -47,7 +63,9 @@ def test_nothing_is_lost_doubled_torn_or_reordered(width: int, ring_bytes: int, 
                 last = [-1, -1]
                 for h, first, n, ticket in tickets:
                     ids = ticket.wait(0)
-                    assert len(ids) == n and ids[0] > last[h] and (np.diff(ids) > 0).all(), "in order, also within a put of several records"
+                    assert len(ids) == n and ids[0] > last[h] and (np.diff(ids) > 0).all(), (
+                        "in order, also within a put of several records"
+                    )
                     last[h] = ids[-1]
                     got, expected = two.gather(ids), rows(first, n, width, h)
                     assert (got["k"] == expected["k"]).all() and (got["x"] == expected["x"]).all()

@@ -17,8 +17,11 @@ from tests.conftest import PREFIX
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 LEAVES = st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES)
-SPECS = st.recursive(st.dictionaries(NAMES, LEAVES, min_size=1, max_size=5), lambda inner: st.dictionaries(NAMES, st.one_of(inner, LEAVES), min_size=1, max_size=4),
-                     max_leaves=12)
+SPECS = st.recursive(
+    st.dictionaries(NAMES, LEAVES, min_size=1, max_size=5),
+    lambda inner: st.dictionaries(NAMES, st.one_of(inner, LEAVES), min_size=1, max_size=4),
+    max_leaves=12,
+)
 
 
 def lay_out(a: np.ndarray, how: int) -> np.ndarray:
@@ -54,20 +57,31 @@ def test_a_schema_survives_its_bytes_and_its_columns_do_not_touch(spec):
     assert at == schema.payload_bytes and schema.row_bytes == max(8, math.ceil(at / 8) * 8)
 
 
-@given(spec=SPECS, n=st.integers(1, 9), puts=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), layouts=st.lists(st.integers(0, 5), min_size=1, max_size=8),
-       late=st.booleans())
+@given(
+    spec=SPECS,
+    n=st.integers(1, 9),
+    puts=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    layouts=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    late=st.booleans(),
+)
 @settings(max_examples=150, report_multiple_bugs=False)
 def test_rows_come_back_bit_for_bit(spec, n, puts, seed, layouts, late):
     schema, rng = Schema.from_spec(spec), np.random.default_rng(seed)
     # bits of bfloat16 and others that numpy lacks: without a schema they would be the integers that they look like
     late = late and all(c.numpy == c.dtype for c in schema.columns)
     name = f"{PREFIX}{secrets.token_hex(4)}"
-    with Buffer.create(name, 20, schema=None if late else schema, ring_bytes=1 << 14, max_collectors=2, drain="caller") as buf:
+    with Buffer.create(
+        name, 20, schema=None if late else schema, ring_bytes=1 << 14, max_collectors=2, drain="caller"
+    ) as buf:
         try:
             ids, given_rows = [], []
             for _ in range(puts):
                 leaves = [np.frombuffer(rng.bytes(n * c.nbytes), np.uint8) for c in schema.columns]
-                leaves = [(b & 1 if c.dtype == "bool" else b).view(c.numpy).reshape(n, *c.shape) for b, c in zip(leaves, schema.columns, strict=True)]
+                leaves = [
+                    (b & 1 if c.dtype == "bool" else b).view(c.numpy).reshape(n, *c.shape)
+                    for b, c in zip(leaves, schema.columns, strict=True)
+                ]
                 odd = [lay_out(a, layouts[i % len(layouts)]) for i, a in enumerate(leaves)]
                 ids.append(buf.extend(nest(schema.keys, odd)))
                 given_rows.append(leaves)

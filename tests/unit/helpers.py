@@ -25,7 +25,9 @@ def rows(first: int, n: int = 1) -> dict:
 def same(got: Mapping, expected: Mapping) -> bool:
     """Same keys, dtypes, shapes and bytes."""
     a, b = flatten(got), flatten(expected)
-    return a.keys() == b.keys() and all(raw(a[k]) == raw(b[k]) and a[k].dtype == b[k].dtype and a[k].shape == b[k].shape for k in a)
+    return a.keys() == b.keys() and all(
+        raw(a[k]) == raw(b[k]) and a[k].dtype == b[k].dtype and a[k].shape == b[k].shape for k in a
+    )
 
 
 def raw(a: Any) -> bytes:
@@ -45,8 +47,14 @@ def numbers(buf: Buffer) -> list[int]:
 def figures(buf: Buffer) -> dict:
     """All that a call which raises must not move (who looked last whether there is anything to write may change)."""
     s = {k: v for k, v in buf.stats().items() if k not in ("writer_age", "writer_pid")}
-    return {**s, "len": len(buf), "window": buf.window, "write_count": buf.write_count, "schema": buf.schema,
-            "rings": [(c["slot"], c["ring_used"], c["put_rows"], c["stored_rows"]) for c in buf.collectors()]}
+    return {
+        **s,
+        "len": len(buf),
+        "window": buf.window,
+        "write_count": buf.write_count,
+        "schema": buf.schema,
+        "rings": [(c["slot"], c["ring_used"], c["put_rows"], c["stored_rows"]) for c in buf.collectors()],
+    }
 
 
 @contextmanager

@@ -25,5 +25,8 @@ def bits(t: torch.Tensor) -> bytes:
 def same(a: TensorDictBase, b: TensorDictBase) -> bool:
     """Same batch size, keys, dtypes, shapes and bytes."""
     x, y = ({k: v for k, v in td.items(True, True)} for td in (a, b))
-    return a.batch_size == b.batch_size and x.keys() == y.keys() and all(
-        x[k].dtype == y[k].dtype and x[k].shape == y[k].shape and bits(x[k]) == bits(y[k]) for k in x)
+    return (
+        a.batch_size == b.batch_size
+        and x.keys() == y.keys()
+        and all(x[k].dtype == y[k].dtype and x[k].shape == y[k].shape and bits(x[k]) == bits(y[k]) for k in x)
+    )

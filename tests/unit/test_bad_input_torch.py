@@ -54,35 +54,63 @@ def taken(rb, given, like: TensorDict) -> None:
 # ---- refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("key", "value", "texts"), [
-    ("obs", None, ["key 'obs' is missing, expected float32[4]"]),
-    (("next", "obs"), None, ["key ('next', 'obs') is missing, expected float32[4]"]),
-    ("next", None, ["key ('next', 'obs') is missing", "key ('next', 'done') is missing, expected bool[]"]),
-    ("extra", torch.zeros(2, 7, dtype=torch.int16), ["key 'extra' is not in the schema, got int16[7]"]),
-    (("next", "agent", "obs"), torch.zeros(2), ["key ('next', 'agent', 'obs') is not in the schema, got float32[]"]),
-    ("obs", torch.zeros(2, 4, dtype=torch.float64), ["key 'obs': got float64[4], expected float32[4]"]),
-    ("obs", torch.zeros(2, 4, dtype=torch.bfloat16), ["key 'obs': got bfloat16[4], expected float32[4]"]),
-    ("obs", torch.zeros(2, 4, dtype=torch.int32), ["key 'obs': got int32[4], expected float32[4]"]),
-    ("k", torch.zeros(2, dtype=torch.int32), ["key 'k': got int32[], expected int64[]"]),
-    ("k", torch.zeros(2, dtype=torch.uint64), ["key 'k': got uint64[], expected int64[]"]),
-    (("next", "done"), torch.zeros(2, dtype=torch.uint8), ["key ('next', 'done'): got uint8[], expected bool[]"]),
-    ("obs", torch.zeros(2, 5), ["key 'obs': got float32[5], expected float32[4]"]),
-    ("obs", torch.zeros(2), ["key 'obs': got float32[], expected float32[4]"]),
-    ("obs", torch.zeros(2, 2, 2), ["key 'obs': got float32[2, 2], expected float32[4]"]),
-    ("obs", torch.zeros(2, 4, 1), ["key 'obs': got float32[4, 1], expected float32[4]"]),
-    ("k", torch.zeros(2, 1, dtype=torch.int64), ["key 'k': got int64[1], expected int64[]"]),
-    ("obs", torch.zeros(2, 4, device="meta"), ["key 'obs': got a meta tensor"]),
-    ("obs", torch.zeros(2, 4).to_sparse(), ["key 'obs': got a sparse_coo tensor, expected a dense one"]),
-    ("obs", lambda: torch.zeros(2, 4).to_sparse_csr(), ["key 'obs': got a sparse_csr tensor, expected a dense one"]),
-    ("obs", lambda: torch.zeros(2, 4).to_mkldnn(), ["key 'obs': got a _mkldnn tensor, expected a dense one"]),
-    ("obs", lambda: torch.quantize_per_tensor(torch.zeros(2, 4), 0.1, 0, torch.quint8), ["key 'obs'", "quint8", "expected float32[4]"]),
-    ("extra", "text", ["key 'extra': non-tensor data (str) cannot be stored"]),
-    ("k", NonTensorData("text", [2]), ["key 'k': non-tensor data (str) cannot be stored"]),
-    (("next", "info"), NonTensorData({"a": 1}, [2]), ["key ('next', 'info'): non-tensor data (dict) cannot be stored"]),
-    ("obs", TensorDict({"x": torch.zeros(2, 4)}, [2]), ["key 'obs' is missing, expected float32[4]", "key ('obs', 'x') is not in the schema, got float32[4]"]),
-    ("next", torch.zeros(2, 4), ["key 'next' is not in the schema, got float32[4]", "key ('next', 'obs') is missing"]),
-    ("", torch.zeros(2), ["key '' is not in the schema, got float32[]"])],
-    ids=lambda v: str(v) if isinstance(v, tuple) else None)
+@pytest.mark.parametrize(
+    ("key", "value", "texts"),
+    [
+        ("obs", None, ["key 'obs' is missing, expected float32[4]"]),
+        (("next", "obs"), None, ["key ('next', 'obs') is missing, expected float32[4]"]),
+        ("next", None, ["key ('next', 'obs') is missing", "key ('next', 'done') is missing, expected bool[]"]),
+        ("extra", torch.zeros(2, 7, dtype=torch.int16), ["key 'extra' is not in the schema, got int16[7]"]),
+        (
+            ("next", "agent", "obs"),
+            torch.zeros(2),
+            ["key ('next', 'agent', 'obs') is not in the schema, got float32[]"],
+        ),
+        ("obs", torch.zeros(2, 4, dtype=torch.float64), ["key 'obs': got float64[4], expected float32[4]"]),
+        ("obs", torch.zeros(2, 4, dtype=torch.bfloat16), ["key 'obs': got bfloat16[4], expected float32[4]"]),
+        ("obs", torch.zeros(2, 4, dtype=torch.int32), ["key 'obs': got int32[4], expected float32[4]"]),
+        ("k", torch.zeros(2, dtype=torch.int32), ["key 'k': got int32[], expected int64[]"]),
+        ("k", torch.zeros(2, dtype=torch.uint64), ["key 'k': got uint64[], expected int64[]"]),
+        (("next", "done"), torch.zeros(2, dtype=torch.uint8), ["key ('next', 'done'): got uint8[], expected bool[]"]),
+        ("obs", torch.zeros(2, 5), ["key 'obs': got float32[5], expected float32[4]"]),
+        ("obs", torch.zeros(2), ["key 'obs': got float32[], expected float32[4]"]),
+        ("obs", torch.zeros(2, 2, 2), ["key 'obs': got float32[2, 2], expected float32[4]"]),
+        ("obs", torch.zeros(2, 4, 1), ["key 'obs': got float32[4, 1], expected float32[4]"]),
+        ("k", torch.zeros(2, 1, dtype=torch.int64), ["key 'k': got int64[1], expected int64[]"]),
+        ("obs", torch.zeros(2, 4, device="meta"), ["key 'obs': got a meta tensor"]),
+        ("obs", torch.zeros(2, 4).to_sparse(), ["key 'obs': got a sparse_coo tensor, expected a dense one"]),
+        (
+            "obs",
+            lambda: torch.zeros(2, 4).to_sparse_csr(),
+            ["key 'obs': got a sparse_csr tensor, expected a dense one"],
+        ),
+        ("obs", lambda: torch.zeros(2, 4).to_mkldnn(), ["key 'obs': got a _mkldnn tensor, expected a dense one"]),
+        (
+            "obs",
+            lambda: torch.quantize_per_tensor(torch.zeros(2, 4), 0.1, 0, torch.quint8),
+            ["key 'obs'", "quint8", "expected float32[4]"],
+        ),
+        ("extra", "text", ["key 'extra': non-tensor data (str) cannot be stored"]),
+        ("k", NonTensorData("text", [2]), ["key 'k': non-tensor data (str) cannot be stored"]),
+        (
+            ("next", "info"),
+            NonTensorData({"a": 1}, [2]),
+            ["key ('next', 'info'): non-tensor data (dict) cannot be stored"],
+        ),
+        (
+            "obs",
+            TensorDict({"x": torch.zeros(2, 4)}, [2]),
+            ["key 'obs' is missing, expected float32[4]", "key ('obs', 'x') is not in the schema, got float32[4]"],
+        ),
+        (
+            "next",
+            torch.zeros(2, 4),
+            ["key 'next' is not in the schema, got float32[4]", "key ('next', 'obs') is missing"],
+        ),
+        ("", torch.zeros(2), ["key '' is not in the schema, got float32[]"]),
+    ],
+    ids=lambda v: str(v) if isinstance(v, tuple) else None,
+)
 def test_refused(rb, key, value, texts):
     refused(rb, changed(key, value() if isinstance(value, types.FunctionType) else value), *texts)
 
@@ -99,9 +127,21 @@ def test_a_stack_of_text_is_refused(rb):
 
 
 def test_every_difference_is_listed_in_one_error(rb):
-    td = rows(0, 2).exclude("obs").set("k", torch.zeros(2, dtype=torch.int32)).set("Obs", torch.zeros(2, 4)).set(("next", "obs"), torch.zeros(2, 5))
-    refused(rb, td, "key 'obs' is missing, expected float32[4] (did you mean it by 'Obs'?)", "key 'Obs' is not in the schema, got float32[4]",
-            "key 'k': got int32[], expected int64[]", "key ('next', 'obs'): got float32[5], expected float32[4]")
+    td = (
+        rows(0, 2)
+        .exclude("obs")
+        .set("k", torch.zeros(2, dtype=torch.int32))
+        .set("Obs", torch.zeros(2, 4))
+        .set(("next", "obs"), torch.zeros(2, 5))
+    )
+    refused(
+        rb,
+        td,
+        "key 'obs' is missing, expected float32[4] (did you mean it by 'Obs'?)",
+        "key 'Obs' is not in the schema, got float32[4]",
+        "key 'k': got int32[], expected int64[]",
+        "key ('next', 'obs'): got float32[5], expected float32[4]",
+    )
 
 
 def test_wrong_batch_sizes_are_refused(rb):
@@ -113,10 +153,25 @@ def test_wrong_batch_sizes_are_refused(rb):
 
 def test_the_first_rows_may_be_wrong_too():
     with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller")) as rb:
-        for bad in (rows(0, None), rows(0, 6).reshape(2, 3), TensorDict({}, [2]), TensorDict({"next": {}}, [2]), rows(0, 2).set("t", "text"),
-                    TensorDict({"x": torch.zeros(2, 3).to_sparse()}, [2]), TensorDict({"x": torch.zeros(2, 3, device="meta")}, [2]), 5, None, "text",
-                    {"x": torch.zeros(2)}, torch.zeros(2), np.zeros(2), [1, 2], [torch.zeros(2)], [rows(0, None), 5],
-                    TensorDict({"x": torch.quantize_per_tensor(torch.zeros(2, 4), 0.1, 0, torch.quint8)}, [2])):
+        for bad in (
+            rows(0, None),
+            rows(0, 6).reshape(2, 3),
+            TensorDict({}, [2]),
+            TensorDict({"next": {}}, [2]),
+            rows(0, 2).set("t", "text"),
+            TensorDict({"x": torch.zeros(2, 3).to_sparse()}, [2]),
+            TensorDict({"x": torch.zeros(2, 3, device="meta")}, [2]),
+            5,
+            None,
+            "text",
+            {"x": torch.zeros(2)},
+            torch.zeros(2),
+            np.zeros(2),
+            [1, 2],
+            [torch.zeros(2)],
+            [rows(0, None), 5],
+            TensorDict({"x": torch.quantize_per_tensor(torch.zeros(2, 4), 0.1, 0, torch.quint8)}, [2]),
+        ):
             for call in (rb.put, rb.extend):
                 with pytest.raises(SchemaError):
                     call(bad)
@@ -124,15 +179,31 @@ def test_the_first_rows_may_be_wrong_too():
         assert rb.extend(rows(0, 2)).tolist() == [0, 1] and rb.buffer.schema == Schema.from_spec(SPEC)
 
 
-@pytest.mark.parametrize("given", [None, 5, "text", torch.zeros(2, 4), np.zeros(3), {"obs": torch.zeros(2, 4)}, {1, 2}, object(), [1, 2], [torch.zeros(4)], ["text"],
-                                   [rows(0, None), 5]], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        5,
+        "text",
+        torch.zeros(2, 4),
+        np.zeros(3),
+        {"obs": torch.zeros(2, 4)},
+        {1, 2},
+        object(),
+        [1, 2],
+        [torch.zeros(4)],
+        ["text"],
+        [rows(0, None), 5],
+    ],
+    ids=lambda v: type(v).__name__,
+)
 def test_rows_that_are_no_tensordict(rb, given):
     refused(rb, given, "TensorDict")
     refused(rb, given, "TensorDict", calls=[rb.add])
 
 
 def test_a_list_that_cannot_be_stacked(rb):
-    refused(rb, [rows(0, None), rows(1, None).exclude("k")], "")
+    refused(rb, [rows(0, None), rows(1, None).exclude("k")], "cannot be stacked")
     refused(rb, [rows(0, None), rows(1, None).set("obs", torch.zeros(5))], "obs")
 
 
@@ -229,13 +300,31 @@ def requires_grad(t: torch.Tensor) -> torch.Tensor:
     return t.clone().requires_grad_() if t.is_floating_point() or t.is_complex() else t
 
 
-FORMS = {"as it is": lambda t: t, "strided": strided, "transposed": transposed, "read-only": read_only, "with a storage offset": with_offset,
-         "requires grad": requires_grad, "in a graph": lambda t: requires_grad(t).clone(),
-         "parameter": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False), "subclass": lambda t: t.as_subclass(Subclass),
-         "subclass, strided": lambda t: strided(t).as_subclass(Subclass), "memory-mapped": lambda t: MemoryMappedTensor.from_tensor(t) if t.numel() else t,
-         "shared": lambda t: t.clone().share_memory_(), "inference": lambda t: inference(t)}
-COLUMNS = {"f": ("float32", (2, 3)), "b": "bool", "i": "int64", "u": ("uint8", (5,)), "c": ("complex64", (2,)), "h": ("float16", (1,)), "bf": ("bfloat16", (3,)),
-           "nest": {"d": "float64", "zero": ("float32", (0, 2)), "z": ("complex128", ())}}
+FORMS = {
+    "as it is": lambda t: t,
+    "strided": strided,
+    "transposed": transposed,
+    "read-only": read_only,
+    "with a storage offset": with_offset,
+    "requires grad": requires_grad,
+    "in a graph": lambda t: requires_grad(t).clone(),
+    "parameter": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False),
+    "subclass": lambda t: t.as_subclass(Subclass),
+    "subclass, strided": lambda t: strided(t).as_subclass(Subclass),
+    "memory-mapped": lambda t: MemoryMappedTensor.from_tensor(t) if t.numel() else t,
+    "shared": lambda t: t.clone().share_memory_(),
+    "inference": lambda t: inference(t),
+}
+COLUMNS = {
+    "f": ("float32", (2, 3)),
+    "b": "bool",
+    "i": "int64",
+    "u": ("uint8", (5,)),
+    "c": ("complex64", (2,)),
+    "h": ("float16", (1,)),
+    "bf": ("bfloat16", (3,)),
+    "nest": {"d": "float64", "zero": ("float32", (0, 2)), "z": ("complex128", ())},
+}
 
 
 def inference(t: torch.Tensor) -> torch.Tensor:
@@ -258,22 +347,33 @@ def samples(n: int) -> TensorDict:
 @pytest.mark.parametrize("form", FORMS)
 def test_taken(form, n, given_schema):
     given = samples(n)
-    odd = {k: t if form == "read-only" and t.dtype == torch.bfloat16 else FORMS[form](t) for k, t in given.items(True, True)}
+    odd = {
+        k: t if form == "read-only" and t.dtype == torch.bfloat16 else FORMS[form](t)
+        for k, t in given.items(True, True)
+    }
     td = TensorDict({}, [n])
     for k, t in odd.items():
         td[k] = t
     assert all(td[k] is odd[k] for k in odd), "the TensorDict itself changed nothing"
-    with TensorDictReplayBuffer(storage=ShmStorage(1000, schema=COLUMNS if given_schema else None, drain="caller", ring_bytes=1 << 14)) as rb:
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(1000, schema=COLUMNS if given_schema else None, drain="caller", ring_bytes=1 << 14)
+    ) as rb:
         assert rb.extend(td).tolist() == list(range(n)) and rb.buffer.schema == Schema.from_spec(COLUMNS)
         assert same(rb[:], given)
-        assert not any(t.requires_grad or t.is_inference() or type(t) is not torch.Tensor for t in rb[:].values(True, True)), "plain tensors come back"
+        assert not any(
+            t.requires_grad or t.is_inference() or type(t) is not torch.Tensor for t in rb[:].values(True, True)
+        ), "plain tensors come back"
         index = rb.add(td[0])
         assert same(rb[index], given[0])
 
 
 def test_zero_strides_are_read_as_what_they_show(rb):
     td = rows(3, 4)
-    td["obs"], td["k"], td["next", "done"] = torch.arange(4.0).expand(4, 4), torch.tensor(7).expand(4), torch.tensor([True]).expand(4)
+    td["obs"], td["k"], td["next", "done"] = (
+        torch.arange(4.0).expand(4, 4),
+        torch.tensor(7).expand(4),
+        torch.tensor([True]).expand(4),
+    )
     assert td["obs"].stride() == (0, 1)
     taken(rb, td, td.clone())
 
@@ -289,12 +389,16 @@ def test_conjugate_and_negative_views_are_resolved(dtype):
         assert form.is_conj()
     imaginary = z.conj().imag
     assert imaginary.is_neg()
-    with TensorDictReplayBuffer(storage=ShmStorage(50, schema={"z": (dtype, (3,)), "im": (part, (3,))}, drain="caller")) as rb:
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(50, schema={"z": (dtype, (3,)), "im": (part, (3,))}, drain="caller")
+    ) as rb:
         for form in forms.values():
             rb.empty()
             rb.extend(TensorDict({"z": form, "im": imaginary}, [4]))
             got = rb[:]
-            assert bits(got["z"]) == bits(form.clone().resolve_conj()) and bits(got["im"]) == bits(imaginary.clone().resolve_neg())
+            assert bits(got["z"]) == bits(form.clone().resolve_conj()) and bits(got["im"]) == bits(
+                imaginary.clone().resolve_neg()
+            )
             real = torch.view_as_real(form.resolve_conj())
             assert torch.equal(torch.view_as_real(got["z"]), real) and torch.equal(got["im"], -z.imag)
             assert rb.add(TensorDict({"z": form[1], "im": imaginary[1]}, [])) == 4 and bits(rb[4]["z"]) == bits(form[1])
@@ -303,7 +407,11 @@ def test_conjugate_and_negative_views_are_resolved(dtype):
 def test_zero_rows_are_checked_and_are_nothing(rb):
     with unmoved(rb.buffer):
         ticket = rb.put(rows(0, 0))
-        assert (ticket.rows, ticket.done()) == (0, True) and ticket.wait().dtype == torch.int64 and ticket.wait().shape == (0,)
+        assert (
+            (ticket.rows, ticket.done()) == (0, True)
+            and ticket.wait().dtype == torch.int64
+            and ticket.wait().shape == (0,)
+        )
         assert rb.extend(rows(0, 0)).shape == (0,)
     refused(rb, rows(0, 0).set("obs", torch.zeros(0, 5)), "key 'obs': got float32[5], expected float32[4]")
     refused(rb, rows(0, 0).exclude("k"), "key 'k' is missing")
@@ -328,16 +436,54 @@ class Step:
     k: torch.Tensor
 
 
-@pytest.mark.parametrize("kind", ["lazy stack", "tensorclass", "nested tensorclass", "locked", "view", "other key order", "inner batch sizes", "names", "td.shape[0] of a slice"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lazy stack",
+        "tensorclass",
+        "nested tensorclass",
+        "locked",
+        "view",
+        "other key order",
+        "inner batch sizes",
+        "names",
+        "td.shape[0] of a slice",
+    ],
+)
 def test_other_kinds_of_tensordict(rb, kind):
     td = rows(3, 4)
-    given = {"lazy stack": lambda: LazyStackedTensorDict(*[td[i] for i in range(4)]),
-             "tensorclass": lambda: Step(obs=td["obs"], next=Next(obs=td["next", "obs"], done=td["next", "done"], batch_size=[4]), k=td["k"], batch_size=[4]),
-             "nested tensorclass": lambda: td.clone().set("next", Next(obs=td["next", "obs"], done=td["next", "done"], batch_size=[4])),
-             "locked": lambda: td.clone().lock_(), "view": lambda: torch.cat([td, td]).reshape(2, 4)[1],
-             "other key order": lambda: TensorDict({"k": td["k"], "next": TensorDict({"done": td["next", "done"], "obs": td["next", "obs"]}, [4]), "obs": td["obs"]}, [4]),
-             "inner batch sizes": lambda: TensorDict({"k": td["k"], "obs": td["obs"], "next": TensorDict({"obs": td["next", "obs"], "done": td["next", "done"]}, [4])}, [4]),
-             "names": lambda: TensorDict(td.to_dict(), [4], names=["time"]), "td.shape[0] of a slice": lambda: torch.cat([rows(50, 9), td, rows(70, 2)])[9:13]}[kind]()
+    given = {
+        "lazy stack": lambda: LazyStackedTensorDict(*[td[i] for i in range(4)]),
+        "tensorclass": lambda: Step(
+            obs=td["obs"],
+            next=Next(obs=td["next", "obs"], done=td["next", "done"], batch_size=[4]),
+            k=td["k"],
+            batch_size=[4],
+        ),
+        "nested tensorclass": lambda: td.clone().set(
+            "next", Next(obs=td["next", "obs"], done=td["next", "done"], batch_size=[4])
+        ),
+        "locked": lambda: td.clone().lock_(),
+        "view": lambda: torch.cat([td, td]).reshape(2, 4)[1],
+        "other key order": lambda: TensorDict(
+            {
+                "k": td["k"],
+                "next": TensorDict({"done": td["next", "done"], "obs": td["next", "obs"]}, [4]),
+                "obs": td["obs"],
+            },
+            [4],
+        ),
+        "inner batch sizes": lambda: TensorDict(
+            {
+                "k": td["k"],
+                "obs": td["obs"],
+                "next": TensorDict({"obs": td["next", "obs"], "done": td["next", "done"]}, [4]),
+            },
+            [4],
+        ),
+        "names": lambda: TensorDict(td.to_dict(), [4], names=["time"]),
+        "td.shape[0] of a slice": lambda: torch.cat([rows(50, 9), td, rows(70, 2)])[9:13],
+    }[kind]()
     taken(rb, given, td)
     n = len(rb)
     if kind != "lazy stack":
@@ -351,8 +497,24 @@ def test_one_tensor_under_two_keys(rb):
 
 
 def test_dtypes_of_a_schema_by_every_name():
-    names = {"a": torch.float32, "b": "torch.bfloat16", "c": np.int16, "d": float, "e": torch.half, "f": bool, "g": torch.cdouble}
-    assert [c.dtype for c in Schema.from_spec(names).columns] == ["float32", "bfloat16", "int16", "float64", "float16", "bool", "complex128"]
+    names = {
+        "a": torch.float32,
+        "b": "torch.bfloat16",
+        "c": np.int16,
+        "d": float,
+        "e": torch.half,
+        "f": bool,
+        "g": torch.cdouble,
+    }
+    assert [c.dtype for c in Schema.from_spec(names).columns] == [
+        "float32",
+        "bfloat16",
+        "int16",
+        "float64",
+        "float16",
+        "bool",
+        "complex128",
+    ]
     for dtype in (torch.quint8, torch.qint32, torch.bits8) if hasattr(torch, "bits8") else (torch.quint8, torch.qint32):
         with pytest.raises(SchemaError, match="key 'x'"):
             Schema.from_spec({"x": dtype})

@@ -25,8 +25,15 @@ def rb():
 def test_b100_dtypes_are_kept():
     spec = {"obs": (torch.uint8, (84, 84, 4)), "done": torch.bool, "k": torch.int32, "h": (torch.float16, (3,))}
     g = torch.Generator().manual_seed(0)
-    td = TensorDict({"obs": torch.randint(0, 256, (20, 84, 84, 4), dtype=torch.uint8, generator=g), "done": torch.randint(0, 2, (20,), generator=g).bool(),
-                     "k": torch.randint(-(1 << 31), 1 << 31, (20,), generator=g).int(), "h": torch.randn(20, 3, generator=g).half()}, [20])
+    td = TensorDict(
+        {
+            "obs": torch.randint(0, 256, (20, 84, 84, 4), dtype=torch.uint8, generator=g),
+            "done": torch.randint(0, 2, (20,), generator=g).bool(),
+            "k": torch.randint(-(1 << 31), 1 << 31, (20,), generator=g).int(),
+            "h": torch.randn(20, 3, generator=g).half(),
+        },
+        [20],
+    )
     with TensorDictReplayBuffer(storage=ShmStorage(50, schema=spec, drain="caller")) as rb:
         rb.extend(td)
         assert rb.buffer.schema.payload_bytes == 28_235 and rb.buffer.schema.row_bytes == 28_240
@@ -39,11 +46,28 @@ def test_b102_extreme_values():
     values = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         f = torch.finfo(dtype)
-        values[str(dtype)] = torch.tensor([f.min, f.max, -0.0, f.smallest_normal, f.tiny / 2, float("nan"), float("inf"), -float("inf")], dtype=torch.float64).to(dtype)
-    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64):
+        values[str(dtype)] = torch.tensor(
+            [f.min, f.max, -0.0, f.smallest_normal, f.tiny / 2, float("nan"), float("inf"), -float("inf")],
+            dtype=torch.float64,
+        ).to(dtype)
+    for dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ):
         i = torch.iinfo(dtype)
-        values[str(dtype)] = torch.tensor([i.min, i.max, 0, 1, i.max - 1, i.min, i.max, 7], dtype=torch.uint64 if dtype == torch.uint64 else torch.int64).to(dtype)
-    values["payload"] = torch.tensor([0x7FC00005, 0x7F800005, -0x0032FFFF, 1, 2, 3, 4, 5], dtype=torch.int32).view(torch.float32)
+        values[str(dtype)] = torch.tensor(
+            [i.min, i.max, 0, 1, i.max - 1, i.min, i.max, 7],
+            dtype=torch.uint64 if dtype == torch.uint64 else torch.int64,
+        ).to(dtype)
+    values["payload"] = torch.tensor([0x7FC00005, 0x7F800005, -0x0032FFFF, 1, 2, 3, 4, 5], dtype=torch.int32).view(
+        torch.float32
+    )
     values["c"] = torch.complex(values["torch.float32"], -values["torch.float32"])
     td = TensorDict({"odd": torch.zeros(8, 3, dtype=torch.uint8), **values}, [8])
     with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller")) as rb:
@@ -58,16 +82,32 @@ def test_b102_unsupported_dtypes_are_refused_at_create(dtype):
 
 
 def test_b103_one_error_lists_every_difference():
-    with TensorDictReplayBuffer(storage=ShmStorage(50, schema={"obs": ("float32", (4,)), "act": "int64"}, drain="caller")) as rb:
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(50, schema={"obs": ("float32", (4,)), "act": "int64"}, drain="caller")
+    ) as rb:
         good = TensorDict({"obs": torch.zeros(3, 4), "act": torch.zeros(3, dtype=torch.int64)}, [3])
         rb.extend(good)
-        for bad, lines in ((good.clone().set("rew", torch.zeros(3, 2)), ["key 'rew' is not in the schema, got float32[2]"]),
-                           (good.exclude("act"), ["key 'act' is missing, expected int64[]"]),
-                           (good.clone().set("obs", torch.zeros(3, 5)), ["key 'obs': got float32[5], expected float32[4]"]),
-                           (good.exclude("obs").set("obs", TensorDict({"x": torch.zeros(3, 4)}, [3])), ["key 'obs' is missing", "key ('obs', 'x') is not in the schema"]),
-                           (good.exclude("obs").set("observation", torch.zeros(3, 4)), ["key 'obs' is missing", "key 'observation' is not in the schema"]),
-                           (good.exclude("obs").set("o", torch.zeros(3)).set("act", torch.zeros(3)), [
-                               "key 'obs' is missing, expected float32[4]", "key 'o' is not in the schema, got float32[]", "key 'act': got float32[], expected int64[]"])):
+        for bad, lines in (
+            (good.clone().set("rew", torch.zeros(3, 2)), ["key 'rew' is not in the schema, got float32[2]"]),
+            (good.exclude("act"), ["key 'act' is missing, expected int64[]"]),
+            (good.clone().set("obs", torch.zeros(3, 5)), ["key 'obs': got float32[5], expected float32[4]"]),
+            (
+                good.exclude("obs").set("obs", TensorDict({"x": torch.zeros(3, 4)}, [3])),
+                ["key 'obs' is missing", "key ('obs', 'x') is not in the schema"],
+            ),
+            (
+                good.exclude("obs").set("observation", torch.zeros(3, 4)),
+                ["key 'obs' is missing", "key 'observation' is not in the schema"],
+            ),
+            (
+                good.exclude("obs").set("o", torch.zeros(3)).set("act", torch.zeros(3)),
+                [
+                    "key 'obs' is missing, expected float32[4]",
+                    "key 'o' is not in the schema, got float32[]",
+                    "key 'act': got float32[], expected int64[]",
+                ],
+            ),
+        ):
             for call in (rb.put, rb.extend):
                 with unmoved(rb.buffer), pytest.raises(SchemaError) as e:
                     call(bad)
@@ -76,13 +116,21 @@ def test_b103_one_error_lists_every_difference():
 
 
 def test_b105_nested_keys():
-    td = TensorDict({"next": {"obs": torch.arange(5.0), "agents": {"a": {"obs": torch.arange(10).reshape(5, 2)}}}, "next.obs": -torch.arange(5)}, [5])
+    td = TensorDict(
+        {
+            "next": {"obs": torch.arange(5.0), "agents": {"a": {"obs": torch.arange(10).reshape(5, 2)}}},
+            "next.obs": -torch.arange(5),
+        },
+        [5],
+    )
     with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller")) as rb:
         rb.extend(td)
         assert same(rb[:], td)
         batch = rb.sample(20)
         assert same(batch.exclude("index", "row_id"), td[batch["index"]])
-        assert (batch["next", "obs"] == -batch["next.obs"]).all() and batch["next", "agents", "a"].batch_size == torch.Size([20])
+        assert (batch["next", "obs"] == -batch["next.obs"]).all() and batch[
+            "next", "agents", "a"
+        ].batch_size == torch.Size([20])
         with pytest.raises(SchemaError, match=r"key \('next', 'obs'\) is missing"):
             rb.extend(td.exclude(("next", "obs")))
 
@@ -94,7 +142,11 @@ def test_b109_batches_with_two_batch_dimensions(rb, shape, how):
     td = rows(0, 64).reshape(*shape)
     with unmoved(rb.buffer), pytest.raises(SchemaError) as e:
         getattr(rb, how)(td)
-    assert f"got batch size {list(shape)}" in str(e.value) and "td.reshape(-1)" in str(e.value) and f"td.batch_size = [{shape[0]}]" in str(e.value)
+    assert (
+        f"got batch size {list(shape)}" in str(e.value)
+        and "td.reshape(-1)" in str(e.value)
+        and f"td.batch_size = [{shape[0]}]" in str(e.value)
+    )
     with pytest.raises(SchemaError, match="got batch size"):
         rb.add(td)
     assert rb.extend(td.reshape(-1)).tolist() == list(range(64)) and same(rb[:], rows(0, 64))
@@ -127,7 +179,12 @@ def test_b110_empty_and_list_inputs(rb):
 
 def test_b110_nothing_as_the_first_rows():
     with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller")) as rb:
-        assert rb.put([]).rows == 0 and rb.extend([]).tolist() == [] and rb.extend(rows(0, 0)).tolist() == [] and not rb.initialized
+        assert (
+            rb.put([]).rows == 0
+            and rb.extend([]).tolist() == []
+            and rb.extend(rows(0, 0)).tolist() == []
+            and not rb.initialized
+        )
 
 
 @pytest.mark.parametrize("schema", [SPEC, None])
@@ -147,7 +204,12 @@ def test_b112_a_sample_is_private_and_writable(rb):
     rb.extend(rows(0, 10))
     with shmbuf.attach(rb.name) as other:
         seen: list = []
-        thread = threading.Thread(target=lambda: seen.extend(bool((b["obs"] == b["k"][:, None] * 8 + torch.arange(4)).all()) for b in (other.sample(50) for _ in range(200))))
+        thread = threading.Thread(
+            target=lambda: seen.extend(
+                bool((b["obs"] == b["k"][:, None] * 8 + torch.arange(4)).all())
+                for b in (other.sample(50) for _ in range(200))
+            )
+        )
         thread.start()
         for _ in range(200):
             batch = rb.sample(50)
@@ -215,6 +277,5 @@ def test_b114_rows_of_a_tensorclass_of_another_script(user_classes):
 def test_b114_a_replay_buffer_class_of_another_script(user_classes):
     with shmbuf.Buffer.attach(user_classes[1]) as buf:
         assert len(buf) == 3
-    # BUG: BufferFormatError "made by class 'MyReplayBuffer', which this process does not know": data outlives its script, but not for others
     with shmbuf.attach(user_classes[1]) as rb:
         assert isinstance(rb, TensorDictReplayBuffer) and rb.batch_size == 3 and rb["a"].tolist() == [0, 1, 2]

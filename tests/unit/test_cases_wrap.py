@@ -71,7 +71,9 @@ def test_b046_collectors_around_256(name, most):
 def test_b046_256_keys(name):
     spec = {f"key{i}": ("uint8", (i % 5,)) for i in range(256)} | {f"nest{i}": {"x": "int16"} for i in range(256)}
     with Buffer.create(name, 300, schema=spec, drain="caller") as buf:
-        given = {f"key{i}": np.full((3, i % 5), i, np.uint8) for i in range(256)} | {f"nest{i}": {"x": np.full(3, i, "i2")} for i in range(256)}
+        given = {f"key{i}": np.full((3, i % 5), i, np.uint8) for i in range(256)} | {
+            f"nest{i}": {"x": np.full(3, i, "i2")} for i in range(256)
+        }
         buf.extend(given)
         got = stored(buf)
         assert all((got[f"key{i}"] == i).all() and (got[f"nest{i}"]["x"] == i).all() for i in range(256))
@@ -108,7 +110,11 @@ def stopped(p) -> None:
 
 def test_b048_what_put_does_when_the_ring_is_full(name, start):
     """timeout None, 0, .2 s while the drainer is stopped by SIGSTOP. That .2 s end before .4 s is a timed assertion, left out."""
-    with Buffer.create(name, 1000, schema={"k": ("int64", (4,))}, drain="caller", ring_bytes=4096) as buf, Buffer.attach(name) as other:
+    with (
+        Buffer.create(name, 1000, schema={"k": ("int64", (4,))}, drain="caller", ring_bytes=4096) as buf,
+        Buffer.attach(name) as other,
+    ):
+
         def row(i: int) -> dict:
             return {"k": np.full((1, 4), i)}
 
@@ -158,10 +164,18 @@ def test_b048_what_put_does_when_the_ring_is_full(name, start):
         got = stored(buf)["k"]
         assert (got == got[:, :1]).all()
         got = got[:, 0]
-        assert got[got < 10_000].tolist() == accepted and got[got >= 10_000].tolist() == list(range(10_000, 10_064)), "accepted = stored, in order"
+        assert got[got < 10_000].tolist() == accepted and got[got >= 10_000].tolist() == list(range(10_000, 10_064)), (
+            "accepted = stored, in order"
+        )
         s = buf.stats()
-        assert (s["put_rows"], s["rows_total"], s["refused_rows"], s["dropped_rows"], s["skipped_rows"], s["malformed_records"]) == (
-            len(accepted) + 64, len(accepted) + 64, refused + 1, 0, 0, 0)
+        assert (
+            s["put_rows"],
+            s["rows_total"],
+            s["refused_rows"],
+            s["dropped_rows"],
+            s["skipped_rows"],
+            s["malformed_records"],
+        ) == (len(accepted) + 64, len(accepted) + 64, refused + 1, 0, 0, 0)
 
 
 def test_b048_a_wait_for_the_commit_names_the_stopped_drainer(name, start):
@@ -177,7 +191,9 @@ def test_b048_a_wait_for_the_commit_names_the_stopped_drainer(name, start):
         assert f"pid {drainer.pid}" in str(e.value) and "SIGSTOP" in str(e.value)
         os.kill(drainer.pid, signal.SIGKILL)
         drainer.wait()
-        assert e.value.ticket.wait(60).tolist() == [1] and numbers(buf) == [0, 1], "its half of a transaction is finished by another"
+        assert e.value.ticket.wait(60).tolist() == [1] and numbers(buf) == [0, 1], (
+            "its half of a transaction is finished by another"
+        )
 
 
 @pytest.mark.parametrize(("full", "rounds"), [("drop_newest", 100), ("drop_oldest", 20)])

@@ -18,8 +18,19 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from shmbuf import (Buffer, BufferExists, BufferFormatError, BufferInUse, BufferNotFound, NotEnoughMemory, Schema, SchemaError, StorageLost,
-                    destroy, segment)
+from shmbuf import (
+    Buffer,
+    BufferExists,
+    BufferFormatError,
+    BufferInUse,
+    BufferNotFound,
+    NotEnoughMemory,
+    Schema,
+    SchemaError,
+    StorageLost,
+    destroy,
+    segment,
+)
 from tests.conftest import left_behind
 from tests.unit.helpers import SPEC, numbers, open_files, raw, rows, same, stored, unmoved
 
@@ -33,6 +44,7 @@ def k(*numbers: int) -> dict:
 @pytest.fixture
 def nothing_moves():
     """No file, no descriptor and no mapping more than before."""
+
     def look():
         gc.collect()
         with open("/proc/self/maps") as f:
@@ -46,10 +58,14 @@ def nothing_moves():
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", ["", " ", "a b", "a/b", "/a", "..", ".", "a\n", "a\0", "é", "日本", "a" * 101, b"a", 5, ("a",), "a:b", "a*"])
-@pytest.mark.parametrize("call", [lambda n: Buffer.create(n, 10, **SMALL), Buffer.attach, destroy], ids=["create", "attach", "destroy"])
+@pytest.mark.parametrize(
+    "bad", ["", " ", "a b", "a/b", "/a", "..", ".", "a\n", "a\0", "é", "日本", "a" * 101, b"a", 5, ("a",), "a:b", "a*"]
+)
+@pytest.mark.parametrize(
+    "call", [lambda n: Buffer.create(n, 10, **SMALL), Buffer.attach, destroy], ids=["create", "attach", "destroy"]
+)
 def test_a_name_that_is_not_allowed(bad, call, nothing_moves):
-    with pytest.raises(ValueError, match="1 to 100 characters out of A-Z a-z 0-9 . _ - are allowed") as e:
+    with pytest.raises(ValueError, match=r"1 to 100 characters out of A-Z a-z 0-9 . _ - are allowed") as e:
         call(bad)
     assert repr(bad) in str(e.value)
 
@@ -94,7 +110,10 @@ def test_a_name_that_is_taken_says_how_to_go_on(name):
         assert open_files() == before
         text = str(e.value)
         assert "3 of 10 rows" in text and f"pid {os.getpid()}" in text and isinstance(e.value, FileExistsError)
-        assert all(w in text for w in ('exists="attach"', 'exists="replace"', f"shmbuf.destroy('{name}')", f"shminfo rm {name}"))
+        assert all(
+            w in text
+            for w in ('exists="attach"', 'exists="replace"', f"shmbuf.destroy('{name}')", f"shminfo rm {name}")
+        )
     with pytest.raises(BufferExists, match="nobody attached"):
         Buffer.create(name, 10, **SMALL)
 
@@ -147,7 +166,10 @@ def test_only_private_regular_files_are_opened(name, tmp_path):
 
 
 def test_exists_attach_takes_what_is_there(name):
-    with Buffer.create(name, 10, exists="attach", **SMALL) as buf, Buffer.create(name, 10, exists="attach", **SMALL) as other:
+    with (
+        Buffer.create(name, 10, exists="attach", **SMALL) as buf,
+        Buffer.create(name, 10, exists="attach", **SMALL) as other,
+    ):
         buf.extend(k(1))
         other.extend(k(2))
         assert numbers(buf) == numbers(other) == [1, 2]
@@ -161,8 +183,30 @@ def test_exists_attach_takes_what_is_there(name):
         assert numbers(again) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "text"),
+    [
+        ("max_collectors", 5, "max_collectors: has 4, asked for 5"),
+        ("full", "error", "full: has 'drop_newest', asked for 'error'"),
+        ("timeout", 2.0, "timeout: has 1.0, asked for 2.0"),
+        ("drain", "process", "drain: has 'caller', asked for 'process'"),
+        ("ring_bytes", 1 << 16, "ring_bytes: has 4096, asked for 65536"),
+    ],
+)
+def test_exists_attach_checks_what_was_asked_for(name, setting, value, text):
+    made = {**SMALL, "full": "drop_newest", "timeout": 1.0}
+    with Buffer.create(name, 10, **made) as buf:
+        before = open_files()
+        with pytest.raises(BufferExists, match=text), unmoved(buf):
+            Buffer.create(name, 10, exists="attach", **{**made, setting: value})
+        assert open_files() == before
+        with Buffer.create(name, 10, exists="attach") as other:
+            assert other.config["full"] == "drop_newest", "what was not asked for is taken as it is"
+
+
 def test_exists_attach_gives_the_schema_if_there_is_none(name):
-    with Buffer.create(name, 10, drain="caller") as buf, Buffer.create(name, 10, exists="attach", **SMALL):
+    bare = {key: v for key, v in SMALL.items() if key != "schema"}
+    with Buffer.create(name, 10, **bare) as buf, Buffer.create(name, 10, exists="attach", **SMALL):
         assert buf.schema == Schema.from_spec({"k": "int64"})
 
 
@@ -178,7 +222,10 @@ def test_exists_replace_only_when_nobody_is_attached(name):
 
 def test_destroy_only_when_nobody_is_attached(name, start):
     Buffer.create(name, 10, **SMALL).close()
-    p = start("import sys; from shmbuf import Buffer; b = Buffer.attach(sys.argv[1]); print(flush=True); sys.stdin.read()", name)
+    p = start(
+        "import sys; from shmbuf import Buffer; b = Buffer.attach(sys.argv[1]); print(flush=True); sys.stdin.read()",
+        name,
+    )
     p.stdout.readline()
     with pytest.raises(BufferInUse, match=f"is attached: pid {p.pid}"):
         destroy(name)
@@ -234,18 +281,45 @@ def test_a_numpy_capacity(name):
         assert buf.capacity == 7
 
 
-@pytest.mark.parametrize(("setting", "value"), [
-    ("max_collectors", 0), ("max_collectors", -1), ("max_collectors", 65_536), ("ring_bytes", 0), ("ring_bytes", -1), ("ring_bytes", (1 << 34) + 1),
-    ("full", "wait"), ("full", None), ("drain", "nobody"), ("drain", None), ("exists", True), ("timeout", -1), ("timeout", float("nan")),
-    ("mode", 0o666), ("mode", 0o604), ("config", {"x": object()}), ("config", {"x": 1 << 70})])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_collectors", 0),
+        ("max_collectors", -1),
+        ("max_collectors", 65_536),
+        ("ring_bytes", 0),
+        ("ring_bytes", -1),
+        ("ring_bytes", (1 << 34) + 1),
+        ("full", "wait"),
+        ("full", None),
+        ("drain", "nobody"),
+        ("drain", None),
+        ("exists", True),
+        ("timeout", -1),
+        ("timeout", float("nan")),
+        ("mode", 0o666),
+        ("mode", 0o604),
+        ("config", {"x": object()}),
+        ("config", {"x": 1 << 70}),
+    ],
+)
 def test_a_setting_that_is_none(name, setting, value, nothing_moves):
     with pytest.raises(ValueError) as e:
         Buffer.create(name, 10, **{**SMALL, setting: value})
     assert setting in str(e.value)
 
 
-@pytest.mark.parametrize("schema", [{"k": "nonsense"}, {"k": object}, {}, {"k": ("int8", ((1 << 30) + 1,))},
-                                    {"k": ("uint8", (0, 1 << 70))}, {"k": ("uint8", (0, 1 << 63))}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"k": "nonsense"},
+        {"k": object},
+        {},
+        {"k": ("int8", ((1 << 30) + 1,))},
+        {"k": ("uint8", (0, 1 << 70))},
+        {"k": ("uint8", (0, 1 << 63))},
+    ],
+)
 def test_a_schema_that_cannot_be(name, schema, nothing_moves):
     with pytest.raises(SchemaError):
         Buffer.create(name, 10, schema=schema, drain="caller")
@@ -331,22 +405,33 @@ def test_an_unnamed_buffer_is_not_collected_while_anybody_is_attached(start, nam
 
 
 def test_a_named_buffer_survives_its_creator(python, name):
-    python("import sys, numpy as np; from shmbuf import Buffer; Buffer.create(sys.argv[1], 10, drain='caller').extend({'k': np.arange(3)})", name)
+    python(
+        "import sys, numpy as np; from shmbuf import Buffer; Buffer.create(sys.argv[1], 10, drain='caller').extend({'k': np.arange(3)})",
+        name,
+    )
     with Buffer.attach(name) as buf:
         assert numbers(buf) == [0, 1, 2]
 
 
 # ---- too little memory, by faked figures ---------------------------------------------------------------------------
 
-PLACES = {"_shm_free": ("/dev/shm", "Enlarge it"), "_mem_available": ("the machine (MemAvailable)", "Free memory"),
-          "_cgroup_headroom": ("the memory cgroup", "Raise the container's or job's memory limit")}
-BIG = {"schema": {"x": ("uint8", (1000,))}, "drain": "caller", "ring_bytes": 1 << 20}  # capacity 1000: 1,000,000 + 1,048,576 bytes
+PLACES = {
+    "_shm_free": ("/dev/shm", "Enlarge it"),
+    "_mem_available": ("the machine (MemAvailable)", "Free memory"),
+    "_cgroup_headroom": ("the memory cgroup", "Raise the container's or job's memory limit"),
+}
+BIG = {
+    "schema": {"x": ("uint8", (1000,))},
+    "drain": "caller",
+    "ring_bytes": 1 << 20,
+}  # capacity 1000: 1,000,000 + 1,048,576 bytes
 HEADROOM = 16 << 20
 
 
 @pytest.fixture
 def left(monkeypatch):
     """left(place, bytes): that place has so much, the others plenty."""
+
     def left(place: str, bytes_: int | None) -> None:
         for f in PLACES:
             monkeypatch.setattr(segment, f, lambda f=f: bytes_ if f == place else 1 << 50)
@@ -362,7 +447,10 @@ def test_too_little_left_names_the_place_the_numbers_and_the_remedy(name, left, 
         Buffer.create(name, 1000, **BIG)
     text = str(e.value)
     assert isinstance(e.value, MemoryError)
-    assert f"1,000 rows × 1,000 bytes, with one ring of 1,048,576, needs 2,048,576 bytes, {where} has {HEADROOM + 2_000_000:,} left. {remedy}" in text
+    assert (
+        f"1,000 rows × 1,000 bytes, with one ring of 1,048,576, needs 2,048,576 bytes, {where} has {HEADROOM + 2_000_000:,} left. {remedy}"
+        in text
+    )
     assert "choose a smaller capacity" in text and "Nothing was created" in text
 
 
@@ -412,19 +500,60 @@ def fake_files(monkeypatch, files: dict[str, str]) -> None:
     monkeypatch.setattr(segment, "open", fake_open, raising=False)
 
 
-@pytest.mark.parametrize(("files", "headroom"), [
-    ({}, None),
-    ({"/proc/self/cgroup": "0::/\n"}, None),
-    ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "5\n"}, None),
-    ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "100\n", "/sys/fs/cgroup/memory.current": "30\n"}, 70),
-    ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "100\n", "/sys/fs/cgroup/memory.current": "130\n"}, 0),
-    # file cache can be taken back; the tightest cgroup above counts, and one without a limit does not
-    ({"/proc/self/cgroup": "0::/a/b\n", "/sys/fs/cgroup/a/b/memory.max": "100\n", "/sys/fs/cgroup/a/b/memory.current": "90\n",
-      "/sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 40\nactive_file 3\n", "/sys/fs/cgroup/a/memory.max": "120\n",
-      "/sys/fs/cgroup/a/memory.current": "110\n", "/sys/fs/cgroup/memory.max": "max\n"}, 10),
-    # version 1, beside others
-    ({"/proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/job\n0::/unified\n", "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000\n",
-      "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "400\n", "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 9\ntotal_inactive_file 50\n"}, 650)])
+@pytest.mark.parametrize(
+    ("files", "headroom"),
+    [
+        ({}, None),
+        ({"/proc/self/cgroup": "0::/\n"}, None),
+        (
+            {
+                "/proc/self/cgroup": "0::/\n",
+                "/sys/fs/cgroup/memory.max": "max\n",
+                "/sys/fs/cgroup/memory.current": "5\n",
+            },
+            None,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "0::/\n",
+                "/sys/fs/cgroup/memory.max": "100\n",
+                "/sys/fs/cgroup/memory.current": "30\n",
+            },
+            70,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "0::/\n",
+                "/sys/fs/cgroup/memory.max": "100\n",
+                "/sys/fs/cgroup/memory.current": "130\n",
+            },
+            0,
+        ),
+        # file cache can be taken back; the tightest cgroup above counts, and one without a limit does not
+        (
+            {
+                "/proc/self/cgroup": "0::/a/b\n",
+                "/sys/fs/cgroup/a/b/memory.max": "100\n",
+                "/sys/fs/cgroup/a/b/memory.current": "90\n",
+                "/sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 40\nactive_file 3\n",
+                "/sys/fs/cgroup/a/memory.max": "120\n",
+                "/sys/fs/cgroup/a/memory.current": "110\n",
+                "/sys/fs/cgroup/memory.max": "max\n",
+            },
+            10,
+        ),
+        # version 1, beside others
+        (
+            {
+                "/proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/job\n0::/unified\n",
+                "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000\n",
+                "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "400\n",
+                "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 9\ntotal_inactive_file 50\n",
+            },
+            650,
+        ),
+    ],
+)
 def test_what_the_cgroup_leaves(monkeypatch, files, headroom):
     fake_files(monkeypatch, files)
     assert segment._cgroup_headroom() == headroom
@@ -460,21 +589,33 @@ x = lambda n, size: {"x": np.full((n, size), 7, np.uint8)}
 @pytest.fixture(scope="module")
 def unshare():
     """Runs code where /dev/shm is a tmpfs of `size` of its own."""
-    probe = subprocess.run(["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"], capture_output=True, text=True) \
-        if shutil.which("unshare") else None
+    probe = (
+        subprocess.run(
+            ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"], capture_output=True, text=True
+        )
+        if shutil.which("unshare")
+        else None
+    )
     if probe is None or probe.returncode:
         pytest.skip(f"a mount namespace is not permitted here: {probe.stderr.strip() if probe else 'no unshare'}")
 
     def run(size: str, code: str) -> None:
-        mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec \"$0\" -c \"$1\""
-        done = subprocess.run(["unshare", "-m", "sh", "-c", mount, sys.executable, SMALL_SHM + code], capture_output=True, text=True, timeout=100)
+        mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" -c "$1"'
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", mount, sys.executable, SMALL_SHM + code],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
     return run
 
 
 def test_small_shm_says_no_early_and_keeps_nothing(unshare):
-    unshare("64m", """
+    unshare(
+        "64m",
+        """
 before = free()
 text = raises(lambda: Buffer.create("big", 100_000, schema={"x": ("uint8", (1000,))}, drain="caller"))
 assert "/dev/shm has" in text and "--shm-size" in text and "100,000 rows" in text and "needs 104,194,304 bytes" in text, text
@@ -483,12 +624,15 @@ with Buffer.create("fits", 20_000, schema={"x": ("uint8", (1000,))}, drain="call
     b.extend(x(3, 1000))
 destroy("fits")
 assert files() == [] and free() == before
-""")
+""",
+    )
 
 
 def test_small_shm_that_says_no_late_is_an_error_and_keeps_nothing(unshare):
     """posix_fallocate meets ENOSPC: no SIGBUS, and the part it had got is given back."""
-    unshare("64m", """
+    unshare(
+        "64m",
+        """
 unchecked()
 before = free()
 for _ in range(3):
@@ -498,11 +642,14 @@ fill(100 << 10)
 left = free()
 text = raises(lambda: Buffer.create("any", 10, drain="caller"))
 assert "the buffer's configuration needs" in text and files() == ["filler"] and free() == left
-""")
+""",
+    )
 
 
 def test_small_shm_a_first_put_that_meets_enospc_leaves_the_small_segment_usable(unshare):
-    unshare("64m", """
+    unshare(
+        "64m",
+        """
 unchecked()
 with Buffer.create("b", 100_000, drain="caller", ring_bytes=MiB) as b, Buffer.attach("b") as c:
     before, size = blocks("b"), os.path.getsize(segment.path_of("b"))
@@ -513,11 +660,14 @@ with Buffer.create("b", 100_000, drain="caller", ring_bytes=MiB) as b, Buffer.at
     c.extend(x(5, 100))
     b.extend(x(6, 100))
     assert len(b) == len(c) == 11 and (b.draw(20)[0]["x"] == 7).all()
-""")
+""",
+    )
 
 
 def test_small_shm_a_ring_that_cannot_be_funded(unshare):
-    unshare("64m", """
+    unshare(
+        "64m",
+        """
 with Buffer.create("b", 10_000, schema={"x": ("uint8", (1000,))}, drain="caller", ring_bytes=8 * MiB) as b, Buffer.attach("b") as c:
     b.extend(x(5, 1000))
     fill(4 * MiB)
@@ -535,19 +685,23 @@ with Buffer.create("b", 10_000, schema={"x": ("uint8", (1000,))}, drain="caller"
     c.close()
     b.drain(); b._handle.sweep()
     assert blocks("b") <= grown - 8 * MiB, "the ring of a closed handle is given back"
-""")
+""",
+    )
 
 
 def test_small_shm_filled_to_the_brim_never_faults(unshare):
     """All memory was reserved before the first row, so a full /dev/shm afterwards hurts nobody."""
-    unshare("64m", """
+    unshare(
+        "64m",
+        """
 with Buffer.create("b", 20_000, schema={"x": ("uint8", (1000,))}, drain="caller", ring_bytes=MiB) as b:
     b.put(x(1, 1000))
     fill(0)
     for _ in range(50): b.extend(x(1000, 1000))
     b.empty(); b.extend(x(20_000, 1000))
     assert len(b) == 20_000 and (b.gather(np.arange(*b.window))["x"] == 7).all()
-""")
+""",
+    )
 
 
 # ---- what a segment is to others -----------------------------------------------------------------------------------
@@ -585,10 +739,23 @@ def test_at_most_three_descriptors_per_handle(make_name):
     assert open_files() == before
 
 
-@pytest.mark.parametrize(("spec", "capacity"), [
-    ({"k": "bool"}, 1), ({"k": "bool"}, 100_000), (SPEC, 10_000),
-    ({"obs": ("float32", (17,)), "action": ("float32", (6,)), "next": {"obs": ("float32", (17,)), "reward": "float32", "done": "bool", "terminated": "bool"}}, 50_000),
-    ({"obs": ("uint8", (4, 84, 84)), "next": {"obs": ("uint8", (4, 84, 84))}}, 200)])
+@pytest.mark.parametrize(
+    ("spec", "capacity"),
+    [
+        ({"k": "bool"}, 1),
+        ({"k": "bool"}, 100_000),
+        (SPEC, 10_000),
+        (
+            {
+                "obs": ("float32", (17,)),
+                "action": ("float32", (6,)),
+                "next": {"obs": ("float32", (17,)), "reward": "float32", "done": "bool", "terminated": "bool"},
+            },
+            50_000,
+        ),
+        ({"obs": ("uint8", (4, 84, 84)), "next": {"obs": ("uint8", (4, 84, 84))}}, 200),
+    ],
+)
 @pytest.mark.parametrize("collectors", [1, 3])
 def test_segment_size(make_name, spec, capacity, collectors):
     """segment ≤ capacity × (row bytes + 48) + 1 MB + rings in use."""
@@ -597,7 +764,12 @@ def test_segment_size(make_name, spec, capacity, collectors):
         assert buf.schema is not None
         n = min(capacity, 50)
         for h in handles:
-            h.put({key: np.zeros((n, *c.shape), c.numpy) for key, c in zip(buf.schema.keys, buf.schema.columns, strict=True)})
+            h.put(
+                {
+                    key: np.zeros((n, *c.shape), c.numpy)
+                    for key, c in zip(buf.schema.keys, buf.schema.columns, strict=True)
+                }
+            )
         ring = buf.collectors()[0]["ring_bytes"]
         memory = os.stat(segment.path_of(buf.name)).st_blocks * 512
         assert memory <= capacity * (buf.schema.payload_bytes + 48) + 1_000_000 + collectors * ring

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import pickle
 import re
@@ -14,12 +15,28 @@ import torch
 from tensordict import TensorDict
 
 import shmbuf
-from shmbuf import (BufferExists, BufferFormatError, BufferNotFound, CommitPending, NotEnoughRows, RandomSampler, RemoteTensorDictReplayBuffer,
-                    ReplayBuffer, RingFull, Schema, SchemaError, ShmStorage, StorageLost, TensorDictReplayBuffer, segment)
+from shmbuf import (
+    BufferExists,
+    BufferFormatError,
+    BufferNotFound,
+    CommitPending,
+    NotEnoughRows,
+    RandomSampler,
+    RemoteTensorDictReplayBuffer,
+    ReplayBuffer,
+    RingFull,
+    Schema,
+    SchemaError,
+    ShmStorage,
+    StorageLost,
+    TensorDictReplayBuffer,
+    segment,
+)
 from shmbuf.schema import DTYPES
 from tests.unit.helpers import open_files, stuck_drainer, unmoved
 from tests.unit.helpers_torch import SPEC, bits, rows, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 FACES = [ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer]
 
 
@@ -28,7 +45,9 @@ def make(make_name):
     made = []
 
     def make(capacity: int = 100, face=TensorDictReplayBuffer, batch_size=None, **kw):
-        storage = ShmStorage(capacity, **{"name": make_name(), "schema": SPEC, "drain": "caller", "ring_bytes": 1 << 14, **kw})
+        storage = ShmStorage(
+            capacity, **{"name": make_name(), "schema": SPEC, "drain": "caller", "ring_bytes": 1 << 14, **kw}
+        )
         made.append(face(storage=storage, batch_size=batch_size))
         return made[-1]
 
@@ -93,7 +112,7 @@ def test_a_sample_as_the_first_rows_does_not_make_its_index_a_column(rb, make):
     rb.extend(rows(0, 5))
     other = make(schema=None)
     other.extend(rb.sample(6))
-    assert sorted(k for k in other[0].keys()) == ["k", "next", "obs"]
+    assert sorted(other[0].keys()) == ["k", "next", "obs"]
 
 
 def test_index_is_stored_if_the_schema_has_it(make):
@@ -106,7 +125,9 @@ def test_index_is_stored_if_the_schema_has_it(make):
 
 def test_the_priority_key_is_exempt_from_the_key_check(make_name):
     for key, given in (("td_error", "td_error"), ("prio", "prio"), (("agent", "prio"), ("agent", "prio"))):
-        with TensorDictReplayBuffer(storage=ShmStorage(100, name=make_name(), schema=SPEC, drain="caller"), priority_key=key) as rb:
+        with TensorDictReplayBuffer(
+            storage=ShmStorage(100, name=make_name(), schema=SPEC, drain="caller"), priority_key=key
+        ) as rb:
             td = rows(0, 3)
             td[given] = torch.ones(3)
             rb.extend(td)
@@ -145,9 +166,16 @@ def test_sample(make, face):
     rb.extend(rows(0, 14))
     td = rb.sample()
     assert td.batch_size == torch.Size([7]) and td["next"].batch_size == torch.Size([7])
-    assert sorted(td.keys()) == ["index", "k", "next", "obs", "row_id"] and td["index"].dtype == td["row_id"].dtype == torch.int64
+    assert (
+        sorted(td.keys()) == ["index", "k", "next", "obs", "row_id"]
+        and td["index"].dtype == td["row_id"].dtype == torch.int64
+    )
     td = rb.sample(3000)
-    assert (td["row_id"] == td["k"]).all() and (td["index"] == td["k"] % 10).all() and set(td["k"].tolist()) == set(range(4, 14))
+    assert (
+        (td["row_id"] == td["k"]).all()
+        and (td["index"] == td["k"] % 10).all()
+        and set(td["k"].tolist()) == set(range(4, 14))
+    )
     reference = rows(0, 14)[td["k"]]
     assert same(td.exclude("index", "row_id"), reference)
     assert rb.sample(0).batch_size == torch.Size([0]) and rb.batch_size == 7
@@ -185,30 +213,55 @@ def test_iterating_samples_for_ever(make):
 
 
 def test_return_info_and_include_info_in_torchrls_orders(make):
-    for face in (ReplayBuffer, TensorDictReplayBuffer):
+    """(batch_size, return_info, include_info); of Remote…: (batch_size, include_info, return_info)."""
+    for face in (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer):
         rb = make(face=face)
         rb.extend(rows(0, 5))
-        for call in (lambda: rb.sample(3, True), lambda: rb.sample(3, return_info=True), lambda: rb.sample(3, False, True),
-                     lambda: rb.sample(3, include_info=True), lambda: rb.sample(3, return_info=True, include_info=False)):
-            td, info = call()
+        with_info = [
+            ((True,), {}),
+            ((), {"return_info": True}),
+            ((), {"include_info": True}),
+            ((False, True), {}),
+            ((None, True), {}),
+            ((), {"return_info": True, "include_info": False}),
+        ]
+        for args, kw in with_info:
+            td, info = rb.sample(3, *args, **kw)
             assert (info["index"] == td["index"]).all() and (info["row_id"] == td["row_id"]).all()
-        for call in (lambda: rb.sample(3, False), lambda: rb.sample(3), lambda: rb.sample(3, False, False), lambda: rb.sample(3, include_info=None)):
-            assert isinstance(call(), TensorDict)
-    rb = make(face=RemoteTensorDictReplayBuffer)
-    rb.extend(rows(0, 5))
-    for call in (lambda: rb.sample(3, None, True), lambda: rb.sample(3, return_info=True), lambda: rb.sample(3, True), lambda: rb.sample(3, False, True)):
-        td, info = call()
-        assert (info["index"] == td["index"]).all()
-    for call in (lambda: rb.sample(3, False), lambda: rb.sample(3, None, False)):
-        assert isinstance(call(), TensorDict)
+        for args, kw in [
+            ((), {}),
+            ((False,), {}),
+            ((False, False), {}),
+            ((None, False), {}),
+            ((), {"include_info": None}),
+        ]:
+            assert isinstance(rb.sample(3, *args, **kw), TensorDict)
+    assert list(inspect.signature(RemoteTensorDictReplayBuffer.sample).parameters)[1:4] == [
+        "batch_size",
+        "include_info",
+        "return_info",
+    ]
+    assert list(inspect.signature(TensorDictReplayBuffer.sample).parameters)[1:4] == [
+        "batch_size",
+        "return_info",
+        "include_info",
+    ]
 
 
 # ---- sample(out=) --------------------------------------------------------------------------------------------------
 
 
 def out_of(n: int, **changes) -> TensorDict:
-    td = TensorDict({"obs": torch.empty(n, 4), "next": TensorDict({"obs": torch.empty(n, 4), "done": torch.empty(n, dtype=torch.bool)}, [n]),
-                     "k": torch.empty(n, dtype=torch.int64), "index": torch.empty(n, dtype=torch.int64), "row_id": torch.empty(n, dtype=torch.int64)}, [n])
+    td = TensorDict(
+        {
+            "obs": torch.empty(n, 4),
+            "next": TensorDict({"obs": torch.empty(n, 4), "done": torch.empty(n, dtype=torch.bool)}, [n]),
+            "k": torch.empty(n, dtype=torch.int64),
+            "index": torch.empty(n, dtype=torch.int64),
+            "row_id": torch.empty(n, dtype=torch.int64),
+        },
+        [n],
+    )
     for key, value in changes.items():
         td = td.exclude(key) if value is None else td
         if value is not None:
@@ -252,18 +305,25 @@ def test_out_may_hold_more(make):
     assert out["mine"].tolist() == [0, 1, 2, 3, 4] and (out["row_id"] == out["k"]).all()
 
 
-@pytest.mark.parametrize(("out", "texts"), [
-    (lambda: out_of(4), ["batch size [4]", "[5]"]),
-    (lambda: out_of(5, obs=None), ["key 'obs'", "expected float32[4]"]),
-    (lambda: out_of(5, obs=torch.empty(5, 4, dtype=torch.float64)), ["key 'obs'", "float64", "expected float32[4]"]),
-    (lambda: out_of(5, obs=torch.empty(5, 3)), ["key 'obs'", "[3]", "expected float32[4]"]),
-    (lambda: out_of(5, index=torch.empty(5, dtype=torch.int32)), ["key 'index'", "int32", "expected int64[]"]),
-    (lambda: out_of(5, row_id=torch.empty(5, 1, dtype=torch.int64)), ["key 'row_id'", "expected int64[]"]),
-    (lambda: out_of(5, obs=torch.empty(5, 8)[:, ::2]), ["key 'obs'", "contiguous"]),
-    (lambda: out_of(5, obs=torch.empty(4).expand(5, 4)), ["key 'obs'", "contiguous"]),
-    (lambda: out_of(5, obs=torch.empty(5, 4, device="meta")), ["key 'obs'"]),
-    (lambda: out_of(5, obs=torch.zeros(5, 4).to_sparse()), ["key 'obs'"])],
-    ids=["batch size", "missing", "dtype", "shape", "index", "row_id", "strided", "expanded", "meta", "sparse"])
+@pytest.mark.parametrize(
+    ("out", "texts"),
+    [
+        (lambda: out_of(4), ["batch size [4]", "[5]"]),
+        (lambda: out_of(5, obs=None), ["key 'obs'", "expected float32[4]"]),
+        (
+            lambda: out_of(5, obs=torch.empty(5, 4, dtype=torch.float64)),
+            ["key 'obs'", "float64", "expected float32[4]"],
+        ),
+        (lambda: out_of(5, obs=torch.empty(5, 3)), ["key 'obs'", "[3]", "expected float32[4]"]),
+        (lambda: out_of(5, index=torch.empty(5, dtype=torch.int32)), ["key 'index'", "int32", "expected int64[]"]),
+        (lambda: out_of(5, row_id=torch.empty(5, 1, dtype=torch.int64)), ["key 'row_id'", "expected int64[]"]),
+        (lambda: out_of(5, obs=torch.empty(5, 8)[:, ::2]), ["key 'obs'", "contiguous"]),
+        (lambda: out_of(5, obs=torch.empty(4).expand(5, 4)), ["key 'obs'", "contiguous"]),
+        (lambda: out_of(5, obs=torch.empty(5, 4, device="meta")), ["key 'obs'"]),
+        (lambda: out_of(5, obs=torch.zeros(5, 4).to_sparse()), ["key 'obs'"]),
+    ],
+    ids=["batch size", "missing", "dtype", "shape", "index", "row_id", "strided", "expanded", "meta", "sparse"],
+)
 def test_out_that_cannot_be_written_into(make, out, texts):
     rb = make(batch_size=5)
     rb.extend(rows(0, 5))
@@ -278,8 +338,11 @@ def test_out_without_a_batch_dimension(rb):
         rb.sample(out=TensorDict({}, []))
 
 
-@pytest.mark.parametrize("lazy", [lambda n: torch.zeros(n, dtype=torch.complex64).conj(), lambda n: torch.zeros(n, 2, dtype=torch.float32)],
-                         ids=["conjugate view", "another dtype"])
+@pytest.mark.parametrize(
+    "lazy",
+    [lambda n: torch.zeros(n, dtype=torch.complex64).conj(), lambda n: torch.zeros(n, 2, dtype=torch.float32)],
+    ids=["conjugate view", "another dtype"],
+)
 def test_out_whose_bits_mean_something_else(make, lazy):
     rb = make(schema={"c": torch.complex64})
     rb.extend(TensorDict({"c": torch.full((3,), 1 + 2j)}, [3]))
@@ -290,6 +353,20 @@ def test_out_whose_bits_mean_something_else(make, lazy):
         assert "'c'" in str(e)
     else:
         assert out["c"].tolist() == [1 + 2j] * 4
+
+
+def test_out_whose_tensors_share_memory(make):
+    rb = make(batch_size=5)
+    rb.extend(rows(0, 5))
+    shared = torch.empty(5, 4)
+    out = out_of(5, obs=shared)
+    out["next", "obs"] = shared
+    with pytest.raises(SchemaError, match="share memory"):
+        rb.sample(out=out)
+    both = torch.empty(6, 4)
+    out["obs"], out["next", "obs"] = both[:5], both[1:]
+    with pytest.raises(SchemaError, match="share memory"):
+        rb.sample(out=out)
 
 
 def test_a_refused_out_is_left_alone(make):
@@ -343,11 +420,43 @@ def test_before_the_first_rows(make):
 
 # ---- indexing, against a plain TensorDict --------------------------------------------------------------------------
 
-INDICES = [0, 5, -1, -6, np.int64(3), torch.tensor(2), torch.tensor(-2), np.array(4), slice(None), slice(1, 4), slice(-3, None), slice(None, -2), slice(0, 6, 2),
-           slice(4, 1), slice(50), slice(3, 100), ..., [0, 3], [5, 0, 5], [-1, -6], [], range(2, 5), torch.tensor([1, 0]), torch.tensor([], dtype=torch.int64),
-           torch.tensor([-1, 2], dtype=torch.int32), np.array([4, 4]), np.array([1, -1], np.int16), torch.tensor([[0, 1], [2, 5]]), np.zeros((2, 1, 3), int),
-           [[0, 1], [1, 2]], torch.tensor([True, False, True, False, False, True]), [True, False, False, False, False, True], np.arange(6) > 3,
-           torch.zeros(6, dtype=torch.bool), torch.ones(6, dtype=torch.bool)]
+INDICES = [
+    0,
+    5,
+    -1,
+    -6,
+    np.int64(3),
+    torch.tensor(2),
+    torch.tensor(-2),
+    np.array(4),
+    slice(None),
+    slice(1, 4),
+    slice(-3, None),
+    slice(None, -2),
+    slice(0, 6, 2),
+    slice(4, 1),
+    slice(50),
+    slice(3, 100),
+    ...,
+    [0, 3],
+    [5, 0, 5],
+    [-1, -6],
+    [],
+    range(2, 5),
+    torch.tensor([1, 0]),
+    torch.tensor([], dtype=torch.int64),
+    torch.tensor([-1, 2], dtype=torch.int32),
+    np.array([4, 4]),
+    np.array([1, -1], np.int16),
+    torch.tensor([[0, 1], [2, 5]]),
+    np.zeros((2, 1, 3), int),
+    [[0, 1], [1, 2]],
+    torch.tensor([True, False, True, False, False, True]),
+    [True, False, False, False, False, True],
+    np.arange(6) > 3,
+    torch.zeros(6, dtype=torch.bool),
+    torch.ones(6, dtype=torch.bool),
+]
 
 
 @pytest.fixture(scope="module")
@@ -380,16 +489,37 @@ def test_getitem_with_a_negative_step(wrapped):
 def test_getitem_with_a_key_is_its_column(wrapped, key):
     rb, reference = wrapped
     got, expected = rb[key], reference[key]
-    assert same(got, expected) if isinstance(expected, TensorDict) else got.dtype == expected.dtype and bits(got) == bits(expected)
+    assert (
+        same(got, expected)
+        if isinstance(expected, TensorDict)
+        else got.dtype == expected.dtype and bits(got) == bits(expected)
+    )
 
 
-@pytest.mark.parametrize(("index", "error", "text"), [
-    (6, IndexError, "index 6 is out of range: 6 rows are stored"), ([0, 6], IndexError, "index 6 is out of range"),
-    (torch.tensor([1, 99]), IndexError, "index 99 is out of range"),
-    (-7, IndexError, "index -7 is out of range"), ([0, -9], IndexError, "index -9 is out of range"),
-    (1.5, IndexError, "float"), ([0.0], IndexError, "float"), (True, IndexError, "bool"), (False, IndexError, "bool"), (np.True_, IndexError, "bool"),
-    (torch.ones(5, dtype=torch.bool), IndexError, "mask"), ([True], IndexError, "mask"), (torch.ones(6, 2, dtype=torch.bool), IndexError, "mask"),
-    ("nothing", KeyError, "nothing"), (("next", "nothing"), KeyError, "nothing"), (("k", "deeper"), KeyError, "deeper"), ("", KeyError, "")], ids=repr)
+@pytest.mark.parametrize(
+    ("index", "error", "text"),
+    [
+        (6, IndexError, "index 6 is out of range: 6 rows are stored"),
+        ([0, 6], IndexError, "index 6 is out of range"),
+        (torch.tensor([1, 99]), IndexError, "index 99 is out of range"),
+        (-7, IndexError, "index -7 is out of range"),
+        ([0, -9], IndexError, "index -9 is out of range"),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), IndexError, "out of range"),
+        (1.5, IndexError, "float"),
+        ([0.0], IndexError, "float"),
+        (True, IndexError, "bool"),
+        (False, IndexError, "bool"),
+        (np.True_, IndexError, "bool"),
+        (torch.ones(5, dtype=torch.bool), IndexError, "mask"),
+        ([True], IndexError, "mask"),
+        (torch.ones(6, 2, dtype=torch.bool), IndexError, "mask"),
+        ("nothing", KeyError, "nothing"),
+        (("next", "nothing"), KeyError, "nothing"),
+        (("k", "deeper"), KeyError, "deeper"),
+        ("", KeyError, ""),
+    ],
+    ids=repr,
+)
 def test_getitem_of_what_is_not_there(wrapped, index, error, text):
     with pytest.raises(error) as e:
         wrapped[0][index]
@@ -419,8 +549,11 @@ def test_every_dtype_bit_for_bit(make, dtype, by):
         raw = torch.randint(0, 256, (9, *shape, torch_dtype.itemsize), dtype=torch.uint8, generator=g)
         leaves[f"x{i}"] = (raw & 1 if dtype == "bool" else raw).view(torch_dtype).reshape(9, *shape)
     td = TensorDict({"pad": torch.arange(27, dtype=torch.uint8).reshape(9, 3), **leaves}, [9])
-    given = {"schema": dict(schema={k: (v.dtype, v.shape[1:]) for k, v in td.items()}), "example": dict(schema=None, example=td[0]),
-             "first rows": dict(schema=None)}[by]
+    given = {
+        "schema": dict(schema={k: (v.dtype, v.shape[1:]) for k, v in td.items()}),
+        "example": dict(schema=None, example=td[0]),
+        "first rows": dict(schema=None),
+    }[by]
     rb = make(**given)
     rb.extend(td)
     rb.add(td[0])
@@ -438,7 +571,11 @@ def test_example_as_a_mapping_of_tensors(make, dtype):
 
 
 def test_example_as_a_batch_of_which_one_row_counts(make):
-    assert make(schema=None, example=rows(0, 5)).buffer.schema == make().buffer.schema == make(schema=None, example=rows(0, None)).buffer.schema
+    assert (
+        make(schema=None, example=rows(0, 5)).buffer.schema
+        == make().buffer.schema
+        == make(schema=None, example=rows(0, None)).buffer.schema
+    )
 
 
 def test_schema_and_example_must_agree(make):
@@ -451,12 +588,21 @@ def test_schema_and_example_must_agree(make):
 
 
 def test_nested_keys_and_names_with_dots(make):
-    td = TensorDict({"next.obs": torch.arange(3), "next": {"obs": torch.arange(3) + 10, "agents": {"a": {"obs": torch.arange(6).reshape(3, 2)}}}}, [3])
+    td = TensorDict(
+        {
+            "next.obs": torch.arange(3),
+            "next": {"obs": torch.arange(3) + 10, "agents": {"a": {"obs": torch.arange(6).reshape(3, 2)}}},
+        },
+        [3],
+    )
     rb = make(schema=None)
     rb.extend(td)
     assert same(rb[:], td) and rb["next.obs"].tolist() == [0, 1, 2] and rb["next", "obs"].tolist() == [10, 11, 12]
     got = rb.sample(4)
-    assert got["next", "agents", "a"].batch_size == torch.Size([4]) and (got["next", "agents", "a", "obs"][:, 0] == 2 * got["index"]).all()
+    assert (
+        got["next", "agents", "a"].batch_size == torch.Size([4])
+        and (got["next", "agents", "a", "obs"][:, 0] == 2 * got["index"]).all()
+    )
 
 
 # ---- full rings ----------------------------------------------------------------------------------------------------
@@ -517,14 +663,18 @@ def test_threads_share_one_face(make):
             td = rb.sample(20, timeout=None)
             seen.append(bool((td["next", "obs"] == td["obs"] + 4).all() and (td["obs"][:, 0] == 8 * td["k"]).all()))
 
-    threads = [threading.Thread(target=write, args=(w,)) for w in range(3)] + [threading.Thread(target=read) for _ in range(2)]
+    threads = [threading.Thread(target=write, args=(w,)) for w in range(3)] + [
+        threading.Thread(target=read) for _ in range(2)
+    ]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
     k = rb["k"]
     for w in range(3):
-        assert k[k // 1000 == w].tolist() == list(range(1000 * w, 1000 * w + 100)), "each thread's rows, once and in order"
+        assert k[k // 1000 == w].tolist() == list(range(1000 * w, 1000 * w + 100)), (
+            "each thread's rows, once and in order"
+        )
     assert len(seen) == 200 and all(seen)
 
 
@@ -537,7 +687,9 @@ def test_attach_gives_the_same_class_and_settings(make, face):
     made = make(face=lambda **k: face(**k, **kw), batch_size=5)
     made.extend(rows(0, 3))
     with shmbuf.attach(made.name) as rb:
-        assert type(rb) is face and rb.batch_size == 5 and isinstance(rb.sampler, RandomSampler) and rb.name == made.name
+        assert (
+            type(rb) is face and rb.batch_size == 5 and isinstance(rb.sampler, RandomSampler) and rb.name == made.name
+        )
         assert rb._priority_key == made._priority_key
         assert rb.sample().batch_size == torch.Size([5]) and rb.extend(rows(3, 2)).tolist() == [3, 4]
         assert same(made[:], rows(0, 5))
@@ -563,7 +715,10 @@ def test_attach_to_nothing(name):
         shmbuf.attach("not/allowed")
 
 
-@pytest.mark.parametrize("face", [{"class": "Unknown"}, {"class": "ReplayBuffer", "sampler": ["nonsense", {}]}, {"sampler": 5}, {"batch_size": "x"}])
+@pytest.mark.parametrize(
+    "face",
+    [{"class": "Unknown"}, {"class": "ReplayBuffer", "sampler": ["nonsense", {}]}, {"sampler": 5}, {"batch_size": "x"}],
+)
 def test_attach_to_a_face_this_process_cannot_make(name, face):
     with shmbuf.Buffer.create(name, 10, drain="caller", config={"face": face}):
         before = open_files()
@@ -599,7 +754,13 @@ def test_the_context_manager_closes(make, rb):
     with rb as same_one:
         assert same_one is rb
         rb.extend(rows(0, 3))
-    for call in (lambda: rb.extend(rows(0, 1)), lambda: rb.sample(1), lambda: len(rb), lambda: rb[0], lambda: rb.stats()):
+    for call in (
+        lambda: rb.extend(rows(0, 1)),
+        lambda: rb.sample(1),
+        lambda: len(rb),
+        lambda: rb[0],
+        lambda: rb.stats(),
+    ):
         with pytest.raises(ValueError, match="closed"):
             call()
     rb.close()
@@ -640,7 +801,9 @@ def test_parts_that_are_none(kw):
 
 
 def test_parts_may_be_made_by_a_callable():
-    with TensorDictReplayBuffer(storage=lambda: ShmStorage(20, drain="caller"), sampler=RandomSampler, batch_size=2) as rb:
+    with TensorDictReplayBuffer(
+        storage=lambda: ShmStorage(20, drain="caller"), sampler=RandomSampler, batch_size=2
+    ) as rb:
         rb.extend(rows(0, 3))
         assert rb.buffer.capacity == 20 and rb.sample().batch_size == torch.Size([2])
 
@@ -654,8 +817,16 @@ def test_storage_arguments_that_are_not_there_yet(kw):
 def test_stats_have_torchrls_keys_too(rb):
     rb.extend(rows(0, 30))
     s = rb.stats()
-    assert {k: s[k] for k in ("size", "write_count", "capacity", "utilization", "prefetch_queue_size", "initialized")} == {
-        "size": 30, "write_count": 30, "capacity": 100, "utilization": 0.3, "prefetch_queue_size": 0, "initialized": True}
+    assert {
+        k: s[k] for k in ("size", "write_count", "capacity", "utilization", "prefetch_queue_size", "initialized")
+    } == {
+        "size": 30,
+        "write_count": 30,
+        "capacity": 100,
+        "utilization": 0.3,
+        "prefetch_queue_size": 0,
+        "initialized": True,
+    }
 
 
 def test_repr_says_what_it_is(rb, make):

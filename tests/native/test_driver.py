@@ -1,0 +1,57 @@
+"""The C++ driver (driver.cpp) over the real headers: threads, killed processes, TSan, ASan + UBSan, aarch64 under qemu.
+
+``make -C tests/native`` runs it longer.
+"""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _cannot(target):
+    """Why this machine cannot build or run it."""
+    if not shutil.which("make") or not shutil.which("g++"):
+        return "make or g++ is not installed"
+    if target == "aarch64":
+        return next((f"{tool} is not installed" for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(tool)), None)
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return f"no 16-byte compare-and-swap for {platform.machine()}"
+    flag = {"tsan": "-fsanitize=thread", "asan": "-fsanitize=address,undefined"}.get(target)
+    empty = ["g++", flag or "-O0", "-x", "c++", "-", "-o", "/dev/null"]
+    if flag and subprocess.run(empty, input="int main() {}", capture_output=True, text=True, check=False).returncode:
+        return f"g++ has no runtime for {flag}"
+    return None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", ["run", "steps", "tsan", "asan", "aarch64"])
+def test_no_violation(target):
+    if why := _cannot(target):
+        pytest.skip(why)
+    done = subprocess.run(["make", "-C", str(HERE), target, "SECONDS_=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "ok: " in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_violation_is_found_and_told(tmp_path):
+    """Headers that store a wrong result in the record: what cannot fail proves nothing."""
+    if why := _cannot("steps"):
+        pytest.skip(why)
+    native = tmp_path / "native"
+    shutil.copytree(HERE.parents[1] / "shmbuf" / "native", native)
+    text = (native / "transaction.h").read_text()
+    broken = text.replace("store(r.result, id, relaxed);", "store(r.result, id + 1, relaxed);")
+    assert broken != text
+    (native / "transaction.h").write_text(broken)
+    work = tmp_path / "driver"
+    shutil.copytree(HERE, work, ignore=shutil.ignore_patterns("out", "__pycache__"))
+    done = subprocess.run(["make", "-C", str(work), "run", f"NATIVE={native}", "SECONDS_=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, check=False)
+    assert done.returncode != 0
+    assert "VIOLATION: ring " in done.stdout and "again: --seed " in done.stdout
