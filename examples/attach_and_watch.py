@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 from shmbuf import Buffer, BufferNotFound
 from shmbuf.schema import flatten, show_key
@@ -37,7 +38,5 @@ def main(name: str) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    try:
+    with suppress(KeyboardInterrupt):
         sys.exit(main(sys.argv[1]))
-    except KeyboardInterrupt:
-        pass

@@ -194,16 +194,16 @@ def run(s: Settings) -> int:
         jobs["learner"] = spawn.Process(target=learner, args=(s,), daemon=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
         end.callback(stop, jobs)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it: Ctrl-C is main's affair alone
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it: Ctrl-C is main's affair alone
         for job in jobs.values():
             job.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, interrupt)
 
         env = gymnasium.make("CartPole-v1")
         watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled), five times a second
         returns: list[tuple[float, float]] = []  # (seconds, mean return) of each evaluation
         rings: dict[int, dict] = {}  # pid: what the buffer knows of a collector, kept here in case it dies
-        began, judged, told, final, verdict = time.monotonic(), 0, 0.0, 0.0, ""
+        began, judged, final, verdict = time.monotonic(), 0, 0.0, ""
         with Live(auto_refresh=False, transient=True) as live:
             while not verdict:
                 ended = connection.wait([job.sentinel for job in jobs.values()], timeout=0.2)
@@ -216,15 +216,14 @@ def run(s: Settings) -> int:
                     judged, final = updates, float(np.mean([r for _, r in returns[-3:]]))
                 line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
                         f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
-                        f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}")
+                        f"return {f'{returns[-1][1]:.0f}' if returns else 'none yet'}  epsilon {epsilon:.2f}")
                 if live.console.is_terminal:
                     live.update(line, refresh=True)
-                elif t >= told:  # a log gets a line now and then
+                elif len(watch) % 25 == 1:  # a log gets a line now and then
                     print(line, flush=True)
-                    told = t + 5
                 if ended:
-                    dead = [f"{name} (exit code {job.exitcode})" for name, job in jobs.items() if not job.is_alive()]
-                    verdict = f"failed, because of {', '.join(dead)},"
+                    dead = [(name, job.join() or job.exitcode) for name, job in jobs.items() if job.sentinel in ended]
+                    verdict = f"failed: {', '.join(f'{name} ended with exit code {code}' for name, code in dead)}"
                 elif len(returns) >= 3 and final >= s.target_return:
                     verdict = "solved"
                 elif t > s.timeout:
@@ -236,7 +235,8 @@ def run(s: Settings) -> int:
     print(f"  rows written     {sum(put):,} ({(watch[-1][1] - since[1]) / max(t - since[0], 0.1):,.0f} rows/s)")
     print(f"  per collector    {'  '.join(f'{n:,}' for n in put)}")
     print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)")
-    print(f"  final return     {final:.1f} (last 3 evaluations of {s.episodes} episodes; target {s.target_return:g})")
+    if returns:
+        print(f"  final return     {final:.1f} (last 3 evaluations of {s.episodes} episodes; target {s.target_return:g})")
     print(f"  picture          {picture(s, watch, returns)}")
     return 0 if verdict == "solved" else 1
 
@@ -259,7 +259,6 @@ def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> floa
 
 def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:
     from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     figure.suptitle(f"DQN on CartPole-v1, {s.collectors} collectors, seed {s.seed} (dashed: target)")
@@ -272,6 +271,7 @@ def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tupl
     bottom.set(xlabel="seconds", xlim=(0, None))
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
+    figure.align_ylabels()
     path = Path(s.out, "dqn_cartpole.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -18,18 +18,20 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from multiprocessing import get_context
-from multiprocessing.connection import wait
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
-import gymnasium
-import numpy as np
-import torch
-from tensordict import TensorDict
-from torch import nn
+try:
+    import gymnasium
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+    from torch import nn
 
-import shmbuf
-from shmbuf import ShmStorage, TensorDictReplayBuffer
+    import shmbuf
+    from shmbuf import ShmStorage, TensorDictReplayBuffer
+except KeyboardInterrupt:  # importing torch takes seconds
+    sys.exit(130)
 
 
 @dataclass
@@ -95,17 +97,18 @@ def environments(n: int) -> gymnasium.vector.VectorEnv:
 # ---- collector --------------------------------------------------------------------------------------------------------
 
 
-def collector(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuffer, number: int, parent: int) -> None:
+def collector(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuffer, number: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1000 * s.seed + number)
     env, actor = environments(s.environments), mlp(3, 2)
     weights = TensorDict.from_module(actor).data
     observation, _ = env.reset(seed=1000 * s.seed + 100 * number)
     ended = np.zeros(s.environments, bool)
-    while os.getppid() == parent:
+    while parent_process().is_alive():
         row = newest(policy)
-        if rb.write_count > s.warmup + s.rows_per_update * ((int(row["updates"]) if row is not None else 0) + 2 * s.publish_every):
-            time.sleep(0.001)
+        updates = int(row["updates"]) if row is not None else 0
+        if rb.write_count > s.warmup + s.rows_per_update * (updates + 2 * s.publish_every):
+            time.sleep(0.001)  # the learner is behind
             continue
         if row is None:
             action = torch.rand(s.environments, 1) * 2 - 1
@@ -117,12 +120,8 @@ def collector(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayB
         rows = TensorDict({
             "observation": observation,
             "action": action,
-            "next": {
-                "observation": after,
-                "reward": reward.astype(np.float32),
-                "terminated": terminated,
-                "done": terminated | truncated,
-            },
+            "next": {"observation": after, "reward": reward.astype(np.float32),
+                     "terminated": terminated, "done": terminated | truncated},
         }, batch_size=[s.environments])
         # Where an episode ended in the step before, Gymnasium ≥ 1.0 has used this one to reset: `after` starts a new episode,
         # the action counted for nothing, and the row would lead from one episode into the next. The row before it is right
@@ -134,7 +133,7 @@ def collector(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayB
 # ---- learner ----------------------------------------------------------------------------------------------------------
 
 
-def learner(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuffer, parent: int) -> None:
+def learner(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuffer) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(s.seed)
     actor, critics, targets = mlp(3, 2), nn.ModuleList([mlp(4, 1), mlp(4, 1)]), nn.ModuleList([mlp(4, 1), mlp(4, 1)])
@@ -149,9 +148,9 @@ def learner(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuf
         return torch.minimum(pair[0](x), pair[1](x)).squeeze(-1)
 
     updates, batch = 0, None
-    while os.getppid() == parent:
+    while parent_process().is_alive():
         if rb.write_count < s.warmup + s.rows_per_update * (updates - 2 * s.publish_every):
-            time.sleep(0.001)
+            time.sleep(0.001)  # the collectors are behind
             continue
         batch = rb.sample(out=batch)  # from the second on into the same tensors
         now, after = batch["observation"], batch["next"]
@@ -194,7 +193,7 @@ def evaluate(actor: nn.Module, episodes: int) -> float:
     return total
 
 
-def run(s: Settings, console) -> int:
+def run(s: Settings) -> int:
     from rich.live import Live
 
     with ExitStack() as end:  # its calls run at the end in reverse order, whatever happened
@@ -203,125 +202,96 @@ def run(s: Settings, console) -> int:
         policy = TensorDictReplayBuffer(storage=ShmStorage(1, name=f"{s.name}-policy", drain="caller", exists="replace"))
         end.callback(shmbuf.destroy, policy.name, force=True)
 
-        spawn, me = get_context("spawn"), os.getpid()
-        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, rb, policy, i, me), daemon=True)
+        spawn = get_context("spawn")
+        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, rb, policy, i), daemon=True)
                 for i in range(s.collectors)}
-        jobs["learner"] = spawn.Process(target=learner, args=(s, rb, policy, me), daemon=True)
-        os.environ["OMP_NUM_THREADS"] = "1"
+        jobs["learner"] = spawn.Process(target=learner, args=(s, rb, policy), daemon=True)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
         end.callback(stop, jobs)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it: Ctrl-C is main's affair alone
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it: Ctrl-C is main's affair alone
         for job in jobs.values():
             job.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, interrupt)
 
         actor = mlp(3, 2)
-        began, told, judged, verdict = time.monotonic(), 0.0, 0, ""
-        rings: dict[int, dict] = {}  # pid: what the buffer says about a collector, kept when it is dead and its ring given back
-        watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled) several times a second
-        returns: list[tuple[float, float]] = []  # (seconds, return) of each evaluation
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        watch: list[tuple[float, int, int]] = []  # (seconds, rows written, batches sampled), five times a second
+        returns: list[tuple[float, float]] = []  # (seconds, mean return) of each evaluation
+        rings: dict[int, dict] = {}  # pid: what the buffer knows of a collector, kept here in case it dies
+        began, judged, verdict = time.monotonic(), 0, ""
+        with Live(auto_refresh=False, transient=True) as live:
             while not verdict:
-                ended = wait([job.sentinel for job in jobs.values()], timeout=0.2)
+                ended = connection.wait([job.sentinel for job in jobs.values()], timeout=0.2)
                 t = time.monotonic() - began
                 row = newest(policy)
                 updates = int(row["updates"]) if row is not None else 0
-                rings.update({c["pid"]: c for c in rb.buffer.collectors()})
+                rings |= {c["pid"]: c for c in rb.buffer.collectors()}
                 watch.append((t, sum(c["put_rows"] for c in rings.values()), updates))
                 if updates >= judged + s.evaluate_every:
                     TensorDict.from_module(actor).data.update_(row["actor"])
                     returns.append((t, evaluate(actor, s.episodes)))
                     judged = updates
-                line = status(watch, rings, returns)
-                if console.is_terminal:
+                line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
+                        f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
+                        f"return {f'{returns[-1][1]:.0f}' if returns else 'none yet'}")
+                if live.console.is_terminal:
                     live.update(line, refresh=True)
-                elif t >= told:  # into a log: a line now and then
-                    console.print(line, soft_wrap=True)
-                    told = t + 5
+                elif len(watch) % 25 == 1:  # a log gets a line now and then
+                    print(line, flush=True)
                 if ended:
-                    dead = [f"{name} ended with exit code {job.exitcode}" for name, job in jobs.items() if not job.is_alive()]
-                    verdict = f"failed: {', '.join(dead)}"
+                    dead = [(name, job.join() or job.exitcode) for name, job in jobs.items() if job.sentinel in ended]
+                    verdict = f"failed: {', '.join(f'{name} ended with exit code {code}' for name, code in dead)}"
                 elif returns and returns[-1][1] >= s.target_return:
                     verdict = "solved"
                 elif t > s.timeout:
                     verdict = "gave up"
-        stop(jobs)
 
-    t, rows, updates = watch[-1]
-    busy = max(t - next((t for t, rows, _ in watch if rows), t), 0.2)  # without the start
-    console.print(f"{verdict} after {t:.1f} s")
-    console.print(f"  rows written     {rows:,} ({rows / busy:,.0f} rows/s)")
-    for name, job in jobs.items():
-        if name != "learner":
-            console.print(f"    {name}    {rings[job.pid]['put_rows'] if job.pid in rings else 0:,}")
-    console.print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({updates / busy:,.0f} batches/s)")
+    since = next((w for w in watch if w[2]), watch[-1])  # rates are those while it learned
+    put = [rings[job.pid]["put_rows"] if job.pid in rings else 0 for name, job in jobs.items() if name != "learner"]
+    print(f"{verdict} after {t:.1f} s")
+    print(f"  rows written     {sum(put):,} ({(watch[-1][1] - since[1]) / max(t - since[0], 0.1):,.0f} rows/s)")
+    print(f"  per collector    {'  '.join(f'{n:,}' for n in put)}")
+    print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)")
     if returns:
-        console.print(f"  final return     {returns[-1][1]:.1f} (mean of {s.episodes} episodes, target {s.target_return:g})")
-    console.print(f"  picture          {picture(s, watch, returns)}", soft_wrap=True)
+        print(f"  final return     {returns[-1][1]:.1f} (mean of {s.episodes} episodes; target {s.target_return:g})")
+    print(f"  picture          {picture(s, watch, returns)}")
     return 0 if verdict == "solved" else 1
 
 
 def stop(jobs: dict) -> None:
-    """At any instruction of theirs: a row that they put is in the buffer whole or not at all."""
+    """At any instruction of theirs: a row is in the buffer whole or not at all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C does not keep us from cleaning up
-    started = [job for job in jobs.values() if job.pid is not None]
-    for job in started:
-        job.terminate()
-    for job in started:
-        job.join()
+    for job in jobs.values():
+        if job.pid is not None:  # started
+            job.terminate()
+            job.join()
 
 
-def per_second(watch: list[tuple[float, int, int]], column: int) -> list[float]:
-    """Rate at each moment, over the two seconds before it."""
-    earlier = [watch[max(0, i - 10)] for i in range(len(watch))]
-    return [(b[column] - a[column]) / max(b[0] - a[0], 0.1) for a, b in zip(earlier, watch, strict=True)]
-
-
-def status(watch: list[tuple[float, int, int]], rings: dict[int, dict], returns: list[tuple[float, float]]) -> str:
-    if not watch[-1][1]:
-        return f"{watch[-1][0]:3.0f} s  starting"
-    recent = watch[-11:]
-    return (f"{watch[-1][0]:3.0f} s  in {per_second(recent, 1)[-1]:,.0f} rows/s  out {per_second(recent, 2)[-1]:,.0f} batches/s  "
-            f"rings {max(r['ring_used'] / r['ring_bytes'] for r in rings.values()):.1%}  return {f'{returns[-1][1]:.0f}' if returns else '–'}")
+def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> float:
+    """The rate at moment i, over the two seconds before it."""
+    i %= len(watch)
+    earlier, now = watch[max(0, i - 10)], watch[i]
+    return (now[column] - earlier[column]) / max(now[0] - earlier[0], 0.1)
 
 
 def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
-    top.set_title(f"SAC on Pendulum-v1, {s.collectors} collectors × {s.environments} environments, seed {s.seed}")
-    top.axhline(s.target_return, color="gray", linestyle="--", linewidth=1, label="target")
-    top.plot(*zip(*returns, strict=True) if returns else ([], []), "o-", markersize=4, label="evaluation")
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    figure.suptitle(f"SAC on Pendulum-v1, {s.collectors} × {s.environments} environments, seed {s.seed} (dashed: target)")
+    top.axhline(s.target_return, color="gray", linestyle="--")
+    top.plot([t for t, _ in returns], [r for _, r in returns], "o-", markersize=4)
     top.set(ylabel=f"mean return of {s.episodes} episodes", ylim=(None, 0))
-    times = [t for t, _, _ in watch]
-    bottom.plot(times, per_second(watch, 1), label="rows in")
-    bottom.plot(times, per_second(watch, 2), label=f"batches of {s.batch_size} out")
-    bottom.set(xlabel="seconds", ylabel="per second", ylim=(0, None), xlim=(0, None))
-    for axes in (top, bottom):
-        axes.legend(loc="upper left")
+    for axes, column, label, color in ((middle, 1, "rows/s in", "tab:orange"), (bottom, 2, "batches/s out", "tab:green")):
+        axes.plot([t for t, _, _ in watch], [per_second(watch, i, column) for i in range(len(watch))], color=color)
+        axes.set(ylabel=label, ylim=(0, None))
+    bottom.set(xlabel="seconds", xlim=(0, None))
+    for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
+    figure.align_ylabels()
     path = Path(s.out, "sac_vector.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
-
-
-def main(s: Settings) -> int:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C
-    try:
-        return run(s, console)
-    except KeyboardInterrupt:
-        console.print("interrupted; processes and buffers are gone")
-        return 130
-    except shmbuf.ShmbufError as e:
-        console.print(f"failed: {e}")
-        return 1
 
 
 def parse() -> Settings:
@@ -334,4 +304,13 @@ def parse() -> Settings:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    settings = parse()
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C
+    try:
+        sys.exit(run(settings))
+    except KeyboardInterrupt:
+        print("interrupted; processes and buffers are gone")
+        sys.exit(130)
+    except shmbuf.ShmbufError as e:
+        sys.exit(f"failed: {e}")

@@ -67,11 +67,13 @@ class PriorityTree {
       for (u64 j = b; j < e; ++j) {
         if (j + kAhead < e) __builtin_prefetch(&leaf_[ids[j + kAhead] % capacity_], 1);
         u64 slot = ids[j] % capacity_, g = generation(ids[j]), next = g | std::bit_cast<u32>(p[j] + 0.0f);  // -0.0 becomes 0
-        for (u64 seen = load(leaf_[slot], seq_cst); (seen & kGeneration) == g;)
+        for (u64 seen = load(leaf_[slot], seq_cst); (seen & kGeneration) == g;) {
+          FAILPOINT(tree_leaf_read);
           if (compare_exchange(leaf_[slot], seen, next, seq_cst)) {
             above[m++] = slot / kFanOut;
             break;
           }
+        }
       }
       FAILPOINT(tree_leaves_set);
       applied += m;
@@ -163,22 +165,11 @@ class PriorityTree {
   Pair fold(u32 l, u64 i) const {
     double sum = 0;
     float least = 0;
-    auto add = [&](double s, float m) {
+    for (u64 c = i * kFanOut; c < i * kFanOut + kFanOut; ++c) {
+      double s = l ? std::bit_cast<double>(load(level_[l - 1][c].low, seq_cst)) : low_float(load(leaf_[c], seq_cst));
+      float m = l ? low_float(load(level_[l - 1][c].high, seq_cst)) : float(s);
       sum += s;
       if (m > 0 && (least == 0 || m < least)) least = m;
-    };
-    if (l == 0) {
-      const u64 *c = leaf_ + i * kFanOut;
-      for (u32 k = 0; k < kFanOut; ++k) {
-        float p = low_float(load(c[k], seq_cst));
-        add(p, p);
-      }
-    } else {
-      const Pair *c = level_[l - 1] + i * kFanOut;
-      for (u32 k = 0; k < kFanOut; ++k) {
-        double s = std::bit_cast<double>(load(c[k].low, seq_cst));
-        add(s, low_float(load(c[k].high, seq_cst)));
-      }
     }
     return {std::bit_cast<u64>(sum), std::bit_cast<u32>(least)};
   }

@@ -35,7 +35,7 @@ struct Batch {  // rows read, packed column by column as the reader leaves them
     for (auto &c : columns) std::memcpy(row.data() + c.offset, c.data + j * c.bytes, c.bytes);
     u64 who, number;
     std::memcpy(&who, row.data(), 8), std::memcpy(&number, row.data() + 8, 8);
-    CHECK(who < kMaxRings && is_row(row.data(), who, number), "torn row: id %" PRIu64 " who %" PRIu64 " number %" PRIu64, id, who, number);
+    CHECK(who < kMaxRings && is_row(row.data(), who, number), "torn row: id %lu who %lu number %lu", id, who, number);
     count(board->checked);
     return {who, number};
   }
@@ -79,14 +79,14 @@ static void audit(const Segment &s) {
   const Control &c = s.control();
   u64 seq = load(c.commit_seq, acquire), n = s.capacity;
   if (seq == board->audited) return;
-  CHECK(seq == board->audited + 1, "commit_seq went from %" PRIu64 " to %" PRIu64, board->audited, seq);
+  CHECK(seq == board->audited + 1, "commit_seq went from %lu to %lu", board->audited, seq);
   const CommitBlock &b = s.block(seq), &was = s.block(seq - 1);
   Audit &a = board->audit[seq & 1];
   a = board->audit[(seq - 1) & 1];
   auto before = [&](u32 i) { return i < was.n_slots ? was.slot[i] : BlockSlot{}; };
   u64 id = was.cursor;
   if (b.kind == kPlanClear) {
-    CHECK(b.cursor == align_up(id, n) && b.base == b.cursor && b.clears == was.clears + 1, "CLEAR moved the cursor to %" PRIu64, b.cursor);
+    CHECK(b.cursor == align_up(id, n) && b.base == b.cursor && b.clears == was.clears + 1, "CLEAR moved the cursor to %lu", b.cursor);
     id = b.cursor;
   }
   for (u32 d = 0; d < b.n_slots; ++d) {
@@ -96,14 +96,14 @@ static void audit(const Segment &s) {
     CHECK(b.kind == kPlanRows || stored + skipped == 0, "CLEAR stored or skipped rows of ring %u", i);
     for (u64 j = 0; j < stored; ++j, ++id, ++a.next[i])
       if (id + n >= b.cursor)
-        CHECK(is_row(s.row(id), i, a.next[i]), "id %" PRIu64 " is not row %" PRIu64 " of ring %u: lost, doubled, torn or out of order", id, a.next[i], i);
+        CHECK(is_row(s.row(id), i, a.next[i]), "id %lu is not row %lu of ring %u: lost, doubled, torn or out of order", id, a.next[i], i);
     u64 tail = load(s.slot(i).tail, acquire), head = b.slot[i].head;
-    CHECK(head <= tail && tail - head <= s.ring_bytes, "ring %u: head %" PRIu64 " tail %" PRIu64, i, head, tail);
+    CHECK(head <= tail && tail - head <= s.ring_bytes, "ring %u: head %lu tail %lu", i, head, tail);
     CHECK(load(s.slot(i).head_pub, relaxed) == head, "ring %u: head_pub is not the committed head", i);
   }
-  CHECK(id == b.cursor && load(c.cursor, relaxed) == id && load(c.base, relaxed) == b.base, "cursor %" PRIu64 " after rows up to %" PRIu64, b.cursor, id);
-  CHECK(std::max(load(c.reserve, relaxed), b.base) >= b.cursor, "reserve behind cursor %" PRIu64, b.cursor);
-  CHECK(load(c.done_seq, relaxed) == seq && b.seq == seq && b.malformed == 0, "block %" PRIu64 ": %" PRIu64 " malformed", seq, b.malformed);
+  CHECK(id == b.cursor && load(c.cursor, relaxed) == id && load(c.base, relaxed) == b.base, "cursor %lu after rows up to %lu", b.cursor, id);
+  CHECK(std::max(load(c.reserve, relaxed), b.base) >= b.cursor, "reserve behind cursor %lu", b.cursor);
+  CHECK(load(c.done_seq, relaxed) == seq && b.seq == seq && b.malformed == 0, "block %lu: %lu malformed", seq, b.malformed);
   std::atomic_ref<u64>(board->audited).store(seq, release);
 }
 
@@ -168,11 +168,12 @@ static void collector(Segment &s, int file, u64 life) {
     CHECK(p.used() == 0, "slot %u was freed with undrained rows", i);
     u64 most = p.max_rows_per_record(), acked = load(board->acked[i], acquire), skips = 0;
     u64 number = load(slot.stored_at_claim, relaxed) + load(slot.skipped_at_claim, relaxed);  // the one before may have been killed
-    CHECK(number >= acked && number <= acked + (processes ? most : 0), "ring %u: %" PRIu64 " rows acknowledged, %" PRIu64 " there", i, acked, number);
+    CHECK(number >= acked && number <= acked + (processes ? most : 0), "ring %u: %lu rows acknowledged, %lu there", i, acked, number);
     store(board->acked[i], number, release);
+    bool often_clears = rng.below(4) == 0;
     for (u64 records = 1 + rng.below(400); records && !stopped(); --records) {
       u64 dice = rng.below(100), n = dice < 70 ? 1 + rng.below(std::min<u64>(most, 4)) : dice < 96 ? 1 + rng.below((most + 3) / 4) : most;
-      bool clear = rng.below(300) == 0, drop_oldest = rng.below(4) == 0;
+      bool clear = rng.below(often_clears ? 12 : 400) == 0, drop_oldest = rng.below(4) == 0;
       u64 need = clear ? sizeof(Record) : record_bytes(n, s.row_bytes);
       auto room = [&] { return p.has_room(need); };
       auto skip = [&] {
@@ -198,12 +199,12 @@ static void collector(Segment &s, int file, u64 life) {
       auto committed = [&] { return load(slot.head_pub, acquire) >= end; };
       if (!m.wait(slot.wait, committed, [] {})) break;
       u64 first = p.result(at), id = first + n - 1;
-      CHECK(first != kPending && (first != kDropped || skips), "ring %u: a committed record has result %" PRIx64, i, first);
+      CHECK(first != kPending && (first != kDropped || skips), "ring %u: a committed record has result %lx", i, first);
       if (clear || first == kDropped) continue;
       u8 valid = 0;
       Gather(s, one.columns.data(), u32(one.columns.size())).fetch(1, &id, &valid);
-      if (valid) CHECK(one.check(0, id) == std::make_pair(u64(i), number - 1), "ring %u: id %" PRIu64 " is another row", i, id);
-      else CHECK(window(s).lo > id, "ring %u: id %" PRIu64 " is neither there nor overwritten", i, id);
+      if (valid) CHECK(one.check(0, id) == std::make_pair(u64(i), number - 1), "ring %u: id %lu is another row", i, id);
+      else CHECK(window(s).lo > id, "ring %u: id %lu is neither there nor overwritten", i, id);
     }
     registry.close_slot(i);
   }
@@ -219,8 +220,8 @@ static void reader(Segment &s, u64 life) {
   while (!stopped()) {
     Window w = window(s);
     u64 r = load(s.control().reserve, relaxed), b = load(s.control().base, relaxed), n = 1 + rng.below(most), got;
-    CHECK(w.hi >= cursor && r >= reserve && b >= base, "cursor, reserve or base went back: %" PRIu64 " %" PRIu64 " %" PRIu64, w.hi, r, b);
-    CHECK(w.live_lo <= w.hi && w.lo <= w.hi && w.hi - w.live_lo <= s.capacity, "window [%" PRIu64 ", %" PRIu64 ")", w.live_lo, w.hi);
+    CHECK(w.hi >= cursor && r >= reserve && b >= base, "cursor, reserve or base went back: %lu %lu %lu", w.hi, r, b);
+    CHECK(w.live_lo <= w.hi && w.lo <= w.hi && w.hi - w.live_lo <= s.capacity, "window [%lu, %lu)", w.live_lo, w.hi);
     cursor = w.hi, reserve = r, base = b;
     if (rng.below(2)) {
       bool lapped;
@@ -239,9 +240,12 @@ static void reader(Segment &s, u64 life) {
         seen.push_back({who, ids[j], number});
       }
     std::sort(seen.begin(), seen.end());
-    for (u64 j = 1; j < seen.size(); ++j)
-      if (seen[j][0] == seen[j - 1][0])
-        CHECK((seen[j][1] == seen[j - 1][1]) == (seen[j][2] == seen[j - 1][2]) && seen[j][2] >= seen[j - 1][2], "ring %" PRIu64 ": ids out of order", seen[j][0]);
+    for (u64 j = 1; j < seen.size(); ++j) {
+      auto [who, id, number] = seen[j];
+      auto [whose, id_before, number_before] = seen[j - 1];
+      bool good = who != whose || (number >= number_before && (id == id_before) == (number == number_before));
+      CHECK(good, "ring %lu: id %lu is row %lu, id %lu is row %lu", who, id_before, number_before, id, number);
+    }
   }
 }
 
@@ -269,11 +273,11 @@ static void rings() {
   for (u32 i = 0; i < b.n_slots; ++i) {
     u64 there = b.slot[i].stored_rows + b.slot[i].skipped_rows, acked = board->acked[i];
     stored += b.slot[i].stored_rows, skipped += b.slot[i].skipped_rows;
-    CHECK(there == board->audit[b.seq & 1].next[i], "ring %u: %" PRIu64 " rows counted, %" PRIu64 " seen", i, there, board->audit[b.seq & 1].next[i]);
-    CHECK(processes ? there >= acked : there == acked, "ring %u: %" PRIu64 " rows acknowledged, %" PRIu64 " there", i, acked, there);
+    CHECK(there == board->audit[b.seq & 1].next[i], "ring %u: %lu rows counted, %lu seen", i, there, board->audit[b.seq & 1].next[i]);
+    CHECK(processes ? there >= acked : there == acked, "ring %u: %lu rows acknowledged, %lu there", i, acked, there);
   }
-  CHECK(stored == b.rows_total && skipped == b.skipped_total, "totals: stored %" PRIu64 ", skipped %" PRIu64, stored, skipped);
-  if (!processes) CHECK(b.clears == board->clears, "%" PRIu64 " CLEARs put, %" PRIu64 " run", board->clears, b.clears);
+  CHECK(stored == b.rows_total && skipped == b.skipped_total, "totals: stored %lu, skipped %lu", stored, skipped);
+  if (!processes) CHECK(b.clears == board->clears, "%lu CLEARs put, %lu run", board->clears, b.clears);
   Registry(s, shared.fd).sweep(-1);
   for (u32 i = 0; i < b.n_slots; ++i) CHECK(word_state(load(s.slot(i).word, acquire)) == kFree, "slot %u is never given back", i);
   munmap(s.map, s.mapped_bytes);
@@ -316,7 +320,7 @@ static void handles() {
   h.close();
   other.help();
   u64 stored = other.segment().block(load(other.segment().control().commit_seq, acquire)).rows_total;
-  CHECK(stored == board->rows - before, "%" PRIu64 " rows put, %" PRIu64 " stored", board->rows - before, stored);
+  CHECK(stored == board->rows - before, "%lu rows put, %lu stored", board->rows - before, stored);
   other.close();
   close(fd);
 }
@@ -324,20 +328,22 @@ static void handles() {
 int main(int argc, char **argv) {
   u64 seconds = 3, seed = 1, rounds = ~0ull;
   Geometry asked{};
-  const std::pair<const char *, u64 *> options[] = {{"--seconds", &seconds}, {"--seed", &seed}, {"--rounds", &rounds}, {"--capacity", &asked.capacity},
+  const std::pair<const char *, u64 *> options[] = {
+      {"--seconds", &seconds}, {"--seed", &seed}, {"--rounds", &rounds}, {"--capacity", &asked.capacity},
       {"--row-bytes", &asked.row_bytes}, {"--ring-bytes", &asked.ring_bytes}, {"--collectors", &asked.collectors}};
   for (int i = 1; i < argc; ++i) {
     auto *option = std::find_if(std::begin(options), std::end(options), [&](auto &o) { return !std::strcmp(o.first, argv[i]); });
     if (!std::strcmp(argv[i], "--processes")) processes = true;
     else if (option != std::end(options) && i + 1 < argc) *option->second = std::strtoull(argv[++i], nullptr, 10);
-    else return std::fprintf(stderr, "driver [--processes], and N after: --seconds --seed --rounds --capacity --row-bytes --ring-bytes --collectors\n"), 2;
+    else return std::puts("driver [--processes], and N after: --seconds --seed --rounds --capacity --row-bytes --ring-bytes --collectors"), 2;
   }
   board = static_cast<Board *>(mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   Board sum{};
   u64 end = now_ns() + seconds * 1'000'000'000, round = 0;
   for (; round < rounds && (round == 0 || now_ns() < end); ++round) {
     Rng rng{mix64(seed + round)};  // small buffers wrap often; rings of 4 KiB hold fewer rows than the buffer, or more
-    g = {seed + round, 1 + rng.below(rng.below(2) ? 40 : 3000), 16 + 8 * rng.below(rng.below(4) ? 12 : 200), 4096ull << rng.below(4), 1 + rng.below(5)};
+    g = {seed + round, 1 + rng.below(rng.below(2) ? 40 : 3000), 16 + 8 * rng.below(rng.below(4) ? 12 : 200), 4096ull << rng.below(4),
+         1 + rng.below(5)};
     if (asked.capacity) g.capacity = asked.capacity;
     if (asked.row_bytes) g.row_bytes = align_up(std::max<u64>(asked.row_bytes, 16), 8);
     if (asked.ring_bytes) g.ring_bytes = asked.ring_bytes;
@@ -348,9 +354,10 @@ int main(int argc, char **argv) {
     rings();
     priorities();
     if (!processes) handles();
-    sum.rows += board->rows, sum.checked += board->checked, sum.skips += board->skips, sum.clears += board->clears, sum.swept += board->swept, sum.deaths += board->deaths;
-    sum.updates += board->updates, sum.stale += board->stale, sum.drawn += board->drawn;
+    for (auto word : {&Board::rows, &Board::checked, &Board::skips, &Board::clears, &Board::swept, &Board::deaths, &Board::updates,
+                      &Board::stale, &Board::drawn})
+      sum.*word += board->*word;
   }
-  std::printf("ok: %" PRIu64 " rounds, %" PRIu64 " killed; %" PRIu64 " rows put, %" PRIu64 " read, %" PRIu64 " skips, %" PRIu64 " CLEARs, %" PRIu64 " slots swept; priorities: %" PRIu64
-              " set, %" PRIu64 " stale, %" PRIu64 " drawn\n", round, sum.deaths, sum.rows, sum.checked, sum.skips, sum.clears, sum.swept, sum.updates, sum.stale, sum.drawn);
+  std::printf("ok: %lu rounds, %lu killed; %lu rows put, %lu read, %lu skips, %lu CLEARs, %lu slots swept; priorities: %lu set, %lu stale, %lu drawn\n",
+              round, sum.deaths, sum.rows, sum.checked, sum.skips, sum.clears, sum.swept, sum.updates, sum.stale, sum.drawn);
 }

@@ -27,7 +27,6 @@ inline void pause_or_die();
 #include "handle.h"
 #include "priority_tree.h"
 #undef fcntl
-#include <cinttypes>
 #include <cmath>
 #include <cstdarg>
 #include <functional>
@@ -50,15 +49,15 @@ inline Board *board;
 inline Geometry g;
 inline bool processes;
 inline u64 round_ns = 300'000'000;
-inline bool doomed;                     // dies at some labelled step
+inline u64 life_steps;                  // dies at one in so many labelled steps; 0: never
 
 [[noreturn]] inline void fail(const char *format, ...) {
   char text[512];
   va_list args;
   va_start(args, format);
   std::vsnprintf(text, sizeof text, format, args);
-  std::fprintf(stderr, "VIOLATION: %s\n  again: --seed %" PRIu64 " --rounds 1 --capacity %" PRIu64 " --row-bytes %" PRIu64 " --ring-bytes %" PRIu64
-               " --collectors %" PRIu64 "%s\n", text, g.seed, g.capacity, g.row_bytes, g.ring_bytes, g.collectors, processes ? " --processes" : "");
+  std::fprintf(stderr, "VIOLATION: %s\n  again: --seed %lu --rounds 1 --capacity %lu --row-bytes %lu --ring-bytes %lu"
+               " --collectors %lu%s\n", text, g.seed, g.capacity, g.row_bytes, g.ring_bytes, g.collectors, processes ? " --processes" : "");
   _exit(1);
 }
 #define CHECK(condition, ...) ((condition) ? void() : fail(__VA_ARGS__))
@@ -69,9 +68,9 @@ inline void count(u64 &what, u64 n = 1) { fetch_add(what, n, relaxed); }
 inline void pause_or_die() {
   thread_local Rng rng{mix64(now_ns() ^ reinterpret_cast<u64>(&rng))};
   u64 dice = rng.below(2048);
-  if (dice < 100) sched_yield();
-  else if (dice < 103) usleep(useconds_t(rng.below(50)));
-  else if (dice < 107 && doomed) kill(getpid(), SIGKILL);
+  if (dice < 24) sched_yield();
+  else if (dice < 27) usleep(useconds_t(rng.below(50)));
+  if (life_steps && rng.below(life_steps) == 0) kill(getpid(), SIGKILL);
 }
 #endif
 using Body = std::function<void(u64 life)>;  // life: another number each time it is started
@@ -84,7 +83,7 @@ inline void run(const std::vector<Body> &bodies, const std::function<u64()> &pro
   u64 end = now_ns() + round_ns, moved = now_ns(), seen = progress(), life = g.seed;
   auto watch = [&] {
     if (u64 p = progress(); p != seen) seen = p, moved = now_ns();
-    CHECK(now_ns() - moved < 20'000'000'000, "nothing has moved for 20 s (%" PRIu64 ")", seen);
+    CHECK(now_ns() - moved < 20'000'000'000, "nothing has moved for 20 s (%lu)", seen);
   };
   if (!processes) {
     std::vector<std::thread> threads;
@@ -98,14 +97,14 @@ inline void run(const std::vector<Body> &bodies, const std::function<u64()> &pro
   auto start = [&](u64 i) {
     pids[i] = fork();
     CHECK(pids[i] >= 0, "fork: %s", std::strerror(errno));
-    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), alarm(30), doomed = true, bodies[i](life), _exit(0);
+    if (pids[i] == 0) prctl(PR_SET_PDEATHSIG, SIGKILL), alarm(30), life_steps = 64ull << life % 12, bodies[i](life), _exit(0);
     ++life;
   };
   auto died = [&](u64 i, int options) {
     int status;
     if (waitpid(pids[i], &status, options) != pids[i]) return false;
     bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-    CHECK(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "actor %" PRIu64 " ended with status %#x", i, status);
+    CHECK(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "actor %lu ended with status %#x", i, status);
     board->deaths += killed;
     return true;
   };

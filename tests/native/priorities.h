@@ -53,11 +53,11 @@ inline void updater(PriorityTree &t, u64 life) {
       p[j] = priority_of(ids[j], 1 + rng.below(4));
     }
     u64 applied = t.set(ids, p, n);
-    CHECK(applied <= n, "set applied %" PRIu64 " of %" PRIu64, applied, n);
+    CHECK(applied <= n, "set applied %lu of %lu", applied, n);
     count(board->updates, applied), count(board->stale, n - applied);
     t.get(ids, n, p);
     for (u64 j = 0; j < n; ++j)
-      CHECK(std::isnan(p[j]) || is_fresh(p[j]) || may_have(ids[j], p[j]), "id %" PRIu64 " has a priority, %g, that nobody gave it", ids[j], double(p[j]));
+      CHECK(std::isnan(p[j]) || is_fresh(p[j]) || may_have(ids[j], p[j]), "id %lu has a priority, %g, that nobody gave it", ids[j], double(p[j]));
   }
 }
 inline void drawer(const PriorityTree &t, u64 life) {
@@ -70,7 +70,7 @@ inline void drawer(const PriorityTree &t, u64 life) {
     for (u64 j = 0; j < n; ++j) u[j] = double(rng.next() >> 11) * 0x1p-53;
     u64 got = t.draw(around, u, n, ids, p), cursor = load(board->tree_cursor, acquire);
     for (u64 j = 0; j < got; ++j)
-      CHECK(p[j] > 0 && ids[j] < cursor && may_have(ids[j], p[j]), "drew id %" PRIu64 " (cursor %" PRIu64 ") with %g", ids[j], cursor, double(p[j]));
+      CHECK(p[j] > 0 && ids[j] < cursor && may_have(ids[j], p[j]), "drew id %lu (cursor %lu) with %g", ids[j], cursor, double(p[j]));
     count(board->drawn, got);
     CHECK(t.sum() >= 0 && std::isfinite(t.sum()) && t.min() >= 0, "sum %g min %g", t.sum(), double(t.min()));
   }
@@ -84,21 +84,47 @@ inline void tree_at_rest(const PriorityTree &t) {
   std::vector<double> u(kDraws);
   double sum = 0, root = t.sum();
   float least = 0;
-  CHECK(t.check() == 0, "%" PRIu64 " nodes differ from their children at rest", t.check());
+  CHECK(t.check() == 0, "%lu nodes differ from their children at rest", t.check());
   for (u64 j = 0; j < n; ++j) ids[j] = lo + j;
   t.get(ids.data(), n, p.data());
   for (u64 j = 0; j < n; ++j) {
-    CHECK(may_have(ids[j], p[j]), "id %" PRIu64 " has %g at rest", ids[j], double(p[j]));
+    CHECK(may_have(ids[j], p[j]), "id %lu has %g at rest", ids[j], double(p[j]));
     sum += double(p[j]);
     if (p[j] > 0 && (least == 0 || p[j] < least)) least = p[j];
   }
   CHECK(std::abs(sum - root) <= 1e-9 * sum && least == t.min(), "root %.17g, leaves %.17g; min %g, leaves %g", root, sum, double(t.min()), double(least));
   for (u64 j = 0; j < kDraws; ++j) u[j] = (double(j) + 0.5) / kDraws;
   u64 got = t.draw(hi, u.data(), kDraws, drawn.data(), with.data());
-  CHECK(got == (root > 0 ? kDraws : 0), "%" PRIu64 " draws at rest", got);
-  for (u64 j = 0; j < got; ++j) CHECK(drawn[j] >= lo && drawn[j] < hi, "drew id %" PRIu64 " at rest", drawn[j]), ++hits[drawn[j] - lo];
+  CHECK(got == (root > 0 ? kDraws : 0), "%lu draws at rest", got);
+  for (u64 j = 0; j < got; ++j) CHECK(drawn[j] >= lo && drawn[j] < hi, "drew id %lu at rest", drawn[j]), ++hits[drawn[j] - lo];
   for (u64 j = 0; j < n && got; ++j)
-    CHECK(std::abs(double(hits[j]) - kDraws * double(p[j]) / root) < 1.01, "%g of %g was drawn %" PRIu64 " times", double(p[j]), root, hits[j]);
+    CHECK(std::abs(double(hits[j]) - kDraws * double(p[j]) / root) < 1.01, "%g of %g was drawn %lu times", double(p[j]), root, hits[j]);
+}
+// One row at a time, nobody else about.
+inline void rules(PriorityTree &t) {
+  const u64 n = g.capacity;
+  const float zero = 0, one = 1, two = 2;
+  u64 id = 2 * n, old = n, got;
+  float p;
+  double u = 0.999;
+  auto has = [&](u64 of) { return t.get(&of, 1, &p), p; };
+  t.evict(old, 1), t.publish(old, &one, 0, 1);
+  t.evict(id, 1);
+  CHECK(is_fresh(has(id)) && std::isnan(has(old)) && t.sum() == 0 && t.draw(id, &u, 1, &got, &p) == 0, "an evicted row is still there");
+  CHECK(t.set(&old, &two, 1) == 0 && is_fresh(has(id)), "a stale priority reached the row that came after");
+  CHECK(t.set(&id, &zero, 1) == 1, "a fresh row takes no priority");
+  t.publish(id, &one, 0, 1);
+  CHECK(has(id) == 0 && !is_fresh(p) && t.sum() == 0 && t.min() == 0, "publish replaced a user's 0 by %g", double(p));
+  CHECK(t.set(&id, &two, 1) == 1 && t.sum() == 2 && t.min() == 2, "set: sum %g min %g", t.sum(), double(t.min()));
+  t.publish(id, &one, 0, 1);
+  CHECK(has(id) == 2, "publish replaced a user's priority by %g", double(p));
+  CHECK(t.draw(id + 1, &u, 1, &got, &p) == 1 && got == id && p == 2, "drew id %lu with %g", got, double(p));
+  u64 far = ((5ull << 32) + 3) * n;  // generations have 32 bits in the leaf
+  t.evict(far, 1), t.publish(far, &one, 0, 1);
+  CHECK(t.draw(far + 1, &u, 1, &got, &p) == 1 && got == far, "drew id %lu instead of %lu", got, far);
+  t.evict(far, 3 * n + 1), t.publish(far, &one, 0, 3 * n + 1);
+  CHECK(has(far + 3 * n) == 1 && std::isnan(has(far + 2 * n)) && t.sum() == double(n), "of more rows than slots the last stay: sum %g", t.sum());
+  t.format();
 }
 // What a lost refresh leaves stale the next one heals: so look after every burst of a few changes to a small tree.
 inline void bursts() {
@@ -106,7 +132,7 @@ inline void bursts() {
   std::vector<u8> memory(PriorityTree::bytes(n) + 128);
   PriorityTree t(memory.data() + (128 - reinterpret_cast<u64>(memory.data()) % 128), n);
   u64 looks = 0;
-  std::barrier rest(3, [&]() noexcept { CHECK(t.check() == 0, "%" PRIu64 " stale nodes after a burst", t.check()), ++looks; });
+  std::barrier rest(3, [&]() noexcept { CHECK(t.check() == 0, "%lu stale nodes after a burst", t.check()), count(looks); });
   auto change = [&](u64 life, auto step) {
     for (Rng rng{life}; !stopped(); rest.arrive_and_wait())
       for (u64 k = rng.below(3); k < 3; ++k) step(rng);
@@ -129,6 +155,7 @@ inline void priorities() {
   auto *memory = static_cast<u8 *>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   PriorityTree t(memory, g.capacity);
   if (g.seed & 1) std::memset(memory, 0xa5, bytes), t.format();
+  rules(t);
   std::vector<Body> bodies = {[&](u64 life) { tree_writer(t, life); }};
   for (int i = 0; i < 3; ++i) bodies.push_back([&](u64 life) { updater(t, life); });
   for (int i = 0; i < 2; ++i) bodies.push_back([&](u64 life) { drawer(t, life); });

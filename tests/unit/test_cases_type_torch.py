@@ -3,6 +3,8 @@ and priorities are tested with those."""
 
 from __future__ import annotations
 
+import secrets
+import subprocess
 import sys
 import threading
 
@@ -12,6 +14,7 @@ from tensordict import TensorDict
 
 import shmbuf
 from shmbuf import NotEnoughRows, SchemaError, ShmStorage, TensorDictReplayBuffer
+from tests.conftest import PREFIX
 from tests.unit.helpers import unmoved
 from tests.unit.helpers_torch import SPEC, bits, rows, same
 
@@ -250,11 +253,6 @@ print("done")
 @pytest.fixture(scope="module")
 def user_classes():
     """Two buffers whose creator used classes of its own __main__ and has ended."""
-    import secrets
-    import subprocess
-
-    from tests.conftest import PREFIX
-
     names = [f"{PREFIX}{secrets.token_hex(4)}.{i}" for i in range(2)]
     done = subprocess.run([sys.executable, "-c", CREATOR, *names], capture_output=True, text=True, timeout=110)
     assert done.stdout == "done\n", done.stderr
@@ -263,17 +261,20 @@ def user_classes():
         shmbuf.destroy(name, force=True)
 
 
+@pytest.mark.xdist_group("b114")  # one creator for both
 def test_b114_rows_of_a_tensorclass_of_another_script(user_classes):
     modules = set(sys.modules)
     with shmbuf.attach(user_classes[0]) as rb:
+        new = {m.partition(".")[0] for m in set(sys.modules) - modules}
+        assert new <= {"shmbuf", "torch", "tensordict"}, "attaching imports nothing of the user's"
         assert type(rb) is TensorDictReplayBuffer and rb.batch_size == 3
         plain = TensorDict({"a": torch.arange(6.0).reshape(3, 2), "inner": {"b": torch.arange(3)}}, [3])
         assert type(rb[:]) is TensorDict and type(rb[:]["inner"]) is TensorDict and same(rb[:], plain)
         rb.extend(plain)
         assert rb.sample()["inner"].batch_size == torch.Size([3])
-    assert set(sys.modules) == modules, "attaching imports nothing"
 
 
+@pytest.mark.xdist_group("b114")
 def test_b114_a_replay_buffer_class_of_another_script(user_classes):
     with shmbuf.Buffer.attach(user_classes[1]) as buf:
         assert len(buf) == 3

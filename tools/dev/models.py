@@ -143,8 +143,9 @@ ENTRIES: list[Entry] = [
     Spin("commit.pml", "-DFREE -DMAXREC=5 -DCRASHES=3", soak=True, cc=BIG, limit=600),
     *_mutants("commit.pml", "-DFREE -DM1", "-DM2", "-DFREE -DM3", "-DM4", "-DM5"),
     # transactions and the sealed plan
-    Spin("txn.pml", "-DSEAL -DSC=1 -DCRASHES=1", cc=BIG),
+    Spin("txn.pml", "-DSEAL -DSC=1", cc=BIG),
     Spin("txn.pml", "-DSEAL -DSC=2 -DCRASHES=1", cc=BIG),
+    Spin("txn.pml", "-DSEAL -DSC=4 -DCRASHES=1", cc=BIG),
     Spin("txn.pml", "-DSEAL -DSC=4 -DUPD"),
     Spin("txn.pml", "-DSEAL -DSC=5 -DVICTIM"),
     Spin("txn.pml", "-DSEAL -DSC=6"),
