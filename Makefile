@@ -50,7 +50,7 @@ $(VENV)/.made:
 
 # An editable install with both builds of the core: the shipped one and the one whose steps can be killed by name.
 $(VENV)/.built: $(VENV)/.made $(SOURCES)
-	$(PIP) -c requirements/dev.txt scikit-build-core nanobind
+	$(PIP) -c requirements/dev.txt scikit-build-core nanobind cmake ninja
 	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples]'
 	touch $@
 

@@ -38,7 +38,7 @@ from shmbuf.errors import (
 from shmbuf.rows import as_arrays, conform, count
 from shmbuf.schema import Schema, flatten, nest
 from shmbuf.settings import DEFAULTS, FULL, check_settings
-from shmbuf.ticket import Nothing, Ticket, same_ids, seconds_of
+from shmbuf.ticket import Nothing, Ticket, left_of, same_ids, seconds_of
 
 _STATUS = native.STATUSES
 _OK = 0
@@ -184,8 +184,10 @@ class Buffer:
             self._rearm_finalizer()
             self._start_draining()
         except BaseException:
+            instance = self._header["instance_id"]
             self.close()
-            segment.destroy(name, force=True)
+            with contextlib.suppress(BufferNotFound):  # an unnamed one is gone with close()
+                segment.destroy(name, force=True, instance_id=instance)
             raise
         return self
 
@@ -239,7 +241,8 @@ class Buffer:
         when its creator closes. Closing twice is nothing."""
         self._finalizer()
         if self._drain_process is not None and self._drain_process.poll() is None and self._owns:
-            self._drain_process.wait(10)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself, the buffer is destroyed
+                self._drain_process.wait(10)
 
     def _rearm_finalizer(self) -> None:
         self._finalizer.detach()
@@ -285,6 +288,8 @@ class Buffer:
         except native.Gone as e:
             self._recover(e)
             return getattr(self._handle, method)(*args)
+        except native.FormatError as e:
+            raise BufferFormatError(f"buffer {self.name!r}: {e}") from None
 
     def _get(self, attribute: str) -> Any:
         try:
@@ -292,6 +297,8 @@ class Buffer:
         except native.Gone as e:
             self._recover(e)
             return getattr(self._handle, attribute)
+        except native.FormatError as e:
+            raise BufferFormatError(f"buffer {self.name!r}: {e}") from None
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
@@ -303,7 +310,10 @@ class Buffer:
     def schema(self) -> Schema | None:
         """None until somebody put the first rows."""
         if self._schema is None and self._get("ready"):
-            self._use_schema(Schema.from_bytes(self._handle.schema))
+            schema = Schema.from_bytes(self._handle.schema)
+            if schema.row_bytes != self._handle.header["row_bytes"]:
+                raise BufferFormatError(f"buffer {self.name!r}: its schema and its rows have different sizes")
+            self._use_schema(schema)
         return self._schema
 
     def _use_schema(self, schema: Schema) -> None:
@@ -376,7 +386,8 @@ class Buffer:
 
     def extend(self, rows: Mapping, *, timeout: float | None = None) -> np.ndarray:
         """Put, wait for the commit, and return int64[n], the rows' ids."""
-        return self._put(rows, False, timeout).wait(self._timeout if timeout is None else timeout)
+        since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
+        return self._put(rows, False, timeout).wait(left_of(timeout, since))
 
     def _put(self, rows: Mapping, wake: bool, timeout: float | None) -> Ticket:
         if self.schema is None:
@@ -574,7 +585,7 @@ class Buffer:
         """
         if self.schema is None:
             return
-        timeout = self._timeout if timeout is None else timeout
+        since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
         t = self._call("clear", not empty_write_count, seconds_of(timeout))
         ticket = Ticket(t, self, same_ids)
         if t.status != _OK:
@@ -584,7 +595,7 @@ class Buffer:
                     f"{failures.writer_text(self)}"
                 )
             failures.put_failed(self, _STATUS[t.status], ticket, seconds_of(timeout))
-        ticket.wait(timeout)
+        ticket.wait(left_of(timeout, since))
 
     def drain(self) -> bool:
         """Move what the rings hold into the buffer now, unless somebody else is at it. True: at least one record moved."""

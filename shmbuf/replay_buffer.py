@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from shmbuf.errors import BufferFormatError, RingFull, SchemaError
 from shmbuf.samplers import SAMPLERS, RandomSampler
 from shmbuf.schema import Key, as_key
 from shmbuf.storage import ShmStorage, stack
-from shmbuf.ticket import Ticket, seconds_of
+from shmbuf.ticket import Ticket, left_of, seconds_of
 
 Self = TypeVar("Self", bound="ReplayBuffer")
 _FACES: dict[str, type[ReplayBuffer]] = {}
@@ -113,29 +114,31 @@ class ReplayBuffer:
             SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
             CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
         """
-        td = self._batch(data)
-        with self._alone(timeout):
-            ticket = self._storage.put(td, wake=False, timeout=timeout, priority_key=self._priority_key)
-        return ticket.wait(self.buffer.config["timeout"] if timeout is None else timeout)
+        return self._store(self._batch(data), timeout, wake=False, wait=True)
 
     def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
         """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call."""
-        td = self._batch(data)
-        with self._alone(timeout):
-            return self._storage.put(td, timeout=timeout, priority_key=self._priority_key)
+        return self._store(self._batch(data), timeout, wake=True, wait=False)
 
     def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int | None:
         """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it."""
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
-        with self._alone(timeout):
-            ticket = self._storage.put(td, wake=False, timeout=timeout, single=True, priority_key=self._priority_key)
-        index = ticket.wait(self.buffer.config["timeout"] if timeout is None else timeout)
+        index = self._store(td, timeout, wake=False, wait=True, single=True)
         return int(index) if len(index) else None
+
+    def _store(self, td: Any, timeout: float | None, *, wake: bool, wait: bool, single: bool = False) -> Any:
+        """Lock, first build, room and commit share one timeout."""
+        timeout, since = self.buffer.config["timeout"] if timeout is None else timeout, time.monotonic()
+        with self._alone(timeout):
+            ticket = self._storage.put(
+                td, wake=wake, timeout=left_of(timeout, since), single=single, priority_key=self._priority_key
+            )
+        return ticket.wait(left_of(timeout, since)) if wait else ticket
 
     @contextlib.contextmanager
     def _alone(self, timeout: float | None) -> Iterator[None]:
         """Threads put in turn. A signal handler inside a put of its own thread gets ConcurrentUse, no deadlock."""
-        seconds = self.buffer._seconds if timeout is None else seconds_of(timeout)
+        seconds = seconds_of(timeout)
         if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX) if seconds >= 0 else -1):
             raise RingFull(f"another thread of this process has been putting for {seconds:g} s. Nothing was put.")
         try:
@@ -212,10 +215,11 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._storage)
 
-    def empty(self, empty_write_count: bool = True) -> None:
-        """Forget all rows, for every process; indices start again at 0."""
-        with self._alone(None):
-            self.buffer.empty(empty_write_count=empty_write_count)
+    def empty(self, empty_write_count: bool = True, *, timeout: float | None = None) -> None:
+        """Forget all rows, for every process; indices start again at 0. timeout: seconds, instead of the buffer's."""
+        timeout = self.buffer.config["timeout"] if timeout is None else timeout
+        with self._alone(timeout):
+            self.buffer.empty(empty_write_count=empty_write_count, timeout=timeout)
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 

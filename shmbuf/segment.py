@@ -29,6 +29,7 @@ from shmbuf.schema import Schema
 
 SHM_DIR = "/dev/shm"
 MAX_MEMBERS = 256
+UNNAMED = "unnamed."
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _HEADROOM = 16 << 20  # left free for everybody else
 
@@ -163,7 +164,11 @@ def create(
     if not hasattr(os, "O_TMPFILE"):
         raise OSError("shmbuf needs O_TMPFILE (Linux 3.11)")
     unnamed = name is None
-    name = f"unnamed.{secrets.token_hex(8)}" if name is None else check_name(name)
+    if name is not None and check_name(name).startswith(UNNAMED):
+        raise ValueError(
+            f"buffer name {name!r}: names that begin with {UNNAMED!r} are for buffers without a name, which are cleaned up"
+        )
+    name = f"{UNNAMED}{secrets.token_hex(8)}" if name is None else name
     if mode & 0o007:
         raise ValueError(f"mode {mode:#o} lets everybody in; share with a group instead: mode=0o660, group=…")
     need = native.config_bytes(max_collectors, MAX_MEMBERS, len(config))
@@ -174,7 +179,10 @@ def create(
         if group is not None:
             import grp
 
-            os.fchown(fd, -1, grp.getgrnam(group).gr_gid if isinstance(group, str) else group)
+            try:
+                os.fchown(fd, -1, grp.getgrnam(group).gr_gid if isinstance(group, str) else group)
+            except KeyError:
+                raise ValueError(f"group={group!r}: no such group") from None
         os.fchmod(fd, mode)  # not through the umask
         os.posix_fallocate(fd, 0, need)
         native.format(fd, capacity, max_collectors, MAX_MEMBERS, ring_bytes, config, secrets.randbits(64), unnamed)
@@ -412,7 +420,7 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
 def stale_unnamed() -> Iterator[str]:
     """This user's unnamed buffers that nobody is attached to: their owners were killed."""
     for name in names():
-        if name.startswith("unnamed."):
+        if name.startswith(UNNAMED):
             try:
                 if not stat.S_ISREG(os.lstat(path_of(name)).st_mode):
                     continue

@@ -18,6 +18,9 @@ def check_settings(
     """Raises ValueError naming the setting, its value and what is allowed."""
     if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or not 0 < int(capacity) < 1 << 48:
         raise ValueError(f"capacity={capacity!r}: a number of rows ≥ 1")
+    for number, count in (("max_collectors", max_collectors), ("ring_bytes", 1 if ring_bytes is None else ring_bytes)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral):
+            raise ValueError(f"{number}={count!r}: a whole number")
     if not 0 < max_collectors <= MAX_COLLECTORS:
         raise ValueError(f"max_collectors={max_collectors!r}: 1 to {MAX_COLLECTORS}")
     if ring_bytes is not None and ring_bytes * max_collectors > 1 << 44:

@@ -22,6 +22,17 @@ _ADDED = frozenset(
 )  # what sample() adds, so that a sample can be stored again
 
 
+_NUMBERS: tuple[Key, Key] = (("row_id",), ("index",))
+
+
+def _check_names(schema: Schema) -> None:
+    for key in schema.keys:
+        if len(key) > 1 and key[:1] in _NUMBERS:
+            raise SchemaError(
+                f"key {show_key(key)}: {key[0]!r} is what samples call their own numbers; name it otherwise"
+            )
+
+
 def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
@@ -68,6 +79,13 @@ def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
     except (RuntimeError, NotImplementedError):  # fake, functional, wrapped …
         pass
     raise SchemaError(f"key {show_key(key)}: got a {type(t).__name__} without memory of its own")
+
+
+def _torch_dtype(c: Column) -> torch.dtype:
+    dtype = getattr(torch, c.dtype, None)
+    if dtype is None:
+        raise SchemaError(f"key {show_key(c.key)}: torch {torch.__version__} has no {c.dtype}")
+    return dtype
 
 
 def stack(rows: list[Any]) -> TensorDictBase:
@@ -192,6 +210,10 @@ class ShmStorage:
                     make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
                     make["schema"].require_same(shown, "the example")
                 make["schema"] = make["schema"] or shown
+            if make["schema"] is not None:
+                given = make["schema"]
+                make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
+                _check_names(make["schema"])
             self._buffer = Buffer.create(**make, config={"face": dict(face)})
         return self._buffer
 
@@ -212,14 +234,16 @@ class ShmStorage:
         return len(self.buffer)
 
     def _prepare(self, schema: Schema) -> None:
-        self._dtypes = [getattr(torch, c.dtype) for c in schema.columns]
+        self._dtypes = [_torch_dtype(c) for c in schema.columns]
         self._columns = schema.native(self._dtypes)
         self._columns.set_tensor_type(torch.Tensor)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
-        added = [Column(k, "int64", ()) for k in (("row_id",), ("index",)) if k not in schema.keys]
-        self._out_schema = Schema([*schema.columns, *added])
-        self._out_columns = self._out_schema.native([*self._dtypes, torch.int64, torch.int64])
-        self._out_columns.set_tensor_type(torch.Tensor)
+        # A sample's "index" and "row_id" are always the slot and the id; stored columns of these names are not shown in it.
+        self._shadowed = any(k in _NUMBERS for k in schema.keys)
+        if not self._shadowed:
+            self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
+            self._out_columns = self._out_schema.native([*self._dtypes, torch.int64, torch.int64])
+            self._out_columns.set_tensor_type(torch.Tensor)
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -299,7 +323,8 @@ class ShmStorage:
         if schema is None:
             if not single and batch[0] == 0:
                 return [], 0
-            self.buffer._build(Schema.from_leaves(leaves, lead), "the first rows", timeout)
+            _check_names(found := Schema.from_leaves(leaves, lead))
+            self.buffer._build(found, "the first rows", timeout)
             schema = self.buffer.schema
             assert schema is not None
         got = {k: (str(t.dtype).removeprefix("torch."), tuple(t.shape[lead:])) for k, t in leaves.items()}
@@ -350,6 +375,12 @@ class ShmStorage:
             self.schema()
         schema = self._ready
         assert schema is not None
+        if out is not None and self._shadowed:
+            drawn = self.draw(n, timeout=timeout)
+            try:
+                return out.update_(drawn)
+            except (KeyError, RuntimeError) as e:
+                raise SchemaError(f"out does not fit a sample: {e}") from None
         if out is None:
             leaves = self._fresh(n, pin)
             *columns, ids, slots = [t.data_ptr() for t in leaves]

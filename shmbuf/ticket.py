@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,14 @@ FOREVER = -1.0
 def seconds_of(timeout: float | None) -> float:
     if timeout is None:
         return FOREVER
-    if not timeout >= 0:
+    if isinstance(timeout, str) or not timeout >= 0:
         raise ValueError(f"timeout={timeout!r}: seconds ≥ 0, or None to wait for ever")
     return float(timeout)
+
+
+def left_of(timeout: float | None, since: float) -> float | None:
+    """What remains of a timeout that began at ``time.monotonic() == since``: one call's waits share it."""
+    return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
 
 
 def same_ids(ids: np.ndarray, capacity: int) -> np.ndarray:
@@ -93,7 +99,7 @@ class Ticket:
     def _failed(self, status: str, timeout: float | None) -> None:
         if status == "timeout":
             raise CommitPending(
-                f"{self.rows:,} of {self._native.asked:,} rows are in the ring but not committed after {timeout:g} s: they will be "
+                f"{self.rows:,} of {self._native.asked:,} rows are in the ring but not committed after {timeout:.3g} s: they will be "
                 f"stored; .ticket waits for them. {writer_text(self._buffer)}",
                 self,
                 self.rows,

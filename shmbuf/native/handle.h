@@ -36,6 +36,7 @@ class Handle {
   // Takes both descriptors. map_fd is closed as soon as everything is mapped: a mapping keeps its description open, and a
   // description that is mapped must not carry locks, or they would outlive close().
   Handle(int map_fd, int lock_fd, u32 flags) : map_fd_(map_fd), lock_fd_(lock_fd), readonly_(flags & kReadonly), role_(s_) {
+    enlist();  // before any lock: a fork by another thread must not leave one in its child
     try {
       u64 bytes = file_size(map_fd);
       if (struct stat st; fstat(map_fd, &st) == 0 && st.st_nlink) named();
@@ -50,6 +51,7 @@ class Handle {
       presence_ = !(flags & kNoPresence) && lock_byte(lock_fd_, kLockPresence, F_RDLCK);
       refresh();
     } catch (...) {
+      delist();
       unmap();
       close_fds();
       throw;
@@ -57,7 +59,6 @@ class Handle {
     me_ = describe_self();
     if (!readonly_) member_ = Registry(s_, lock_fd_).claim_member(me_, 0);
     role_.open(readonly_ ? -1 : lock_fd_, me_, member_);
-    enlist();
   }
   ~Handle() {
     close();
@@ -118,7 +119,7 @@ class Handle {
     return shmbuf::build(lock_fd_, s_, schema, bytes, row_bytes, n_columns);
   }
   bool refresh() {  // map rows and rings once somebody has built them
-    if (load(s_.control().state, acquire) != kReady) return false;
+    if (load(s_.control().state, acquire) != kReady) return false;  // pairs with build() in segment.h
     std::lock_guard<std::mutex> guard(mutex_);
     if (built_.load(relaxed)) return true;
     u64 bytes = file_size(map_fd_);
@@ -219,12 +220,19 @@ class Handle {
       if (!met()) futex_wait(slot.wait, 1, deadline);
     }
   }
-  // Without sleeping: look, help once, look.
-  bool try_wait(TicketState &t) {
+  // Without sleeping: look, help with little, look. For callers that keep the GIL.
+  bool try_wait(TicketState &t, u64 most_bytes) {
     if (resolve(t)) return true;
+    u64 pending = 0;
+    for (u32 i = 0; i < s_.n_slots(); ++i) pending += load(s_.slot(i).tail, relaxed) - load(s_.slot(i).head_pub, relaxed);
+    if (pending > most_bytes) return false;
     const Slot &slot = s_.slot(u32(slot_));
     role_.help([&] { return load(slot.head_pub, acquire) >= t.pieces.back().end; });
     return resolve(t);
+  }
+  // One record that needs neither a wait nor a long copy, through a ring that is open.
+  bool fits_at_once(u64 n, u64 most_bytes) const {
+    return producer_.is_open() && n * s_.row_bytes <= most_bytes && n <= producer_.max_rows_per_record();
   }
   bool resolve(TicketState &t) {
     std::lock_guard<std::mutex> guard(tickets_mutex_);
@@ -260,13 +268,14 @@ class Handle {
     }
   }
   template <class Check>
-  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, Check check) {
+  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
     if (!ready()) return Status::empty;
     u64 patience = 0;
     for (;;) {
       bool lapped;
       if (draw_in_parts(s_, columns, n_columns, n, mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))), ids, lapped) == n) return Status::ok;
       if (lapped) return Status::lapped;
+      if (!may_wait) return Status::would_wait;
       // Nothing can be read: empty, or one transaction is overwriting all there is. Help, then tell the two apart.
       if (!readonly_) role_.help([&] { Window w = window(s_); return w.lo < w.hi; });
       Window w = window(s_);
@@ -283,7 +292,17 @@ class Handle {
   void seed(u64 value) { seed_ = value, calls_.store(0, relaxed); }
 
   // ---- draining ----
-  WriterRole::Outcome help() { return role_.help([] { return false; }); }
+  // What the rings hold now; not what others go on putting.
+  WriterRole::Outcome help() {
+    std::vector<u64> tails(s_.n_slots());
+    for (u32 i = 0; i < tails.size(); ++i) tails[i] = load(s_.slot(i).tail, acquire);
+    return role_.help([&] {
+      for (u32 i = 0; i < tails.size(); ++i)
+        if (load(s_.slot(i).head_pub, relaxed) < tails[i]) return stop_help();
+      return true;
+    });
+  }
+  bool stop_help() const { return closed_.load(relaxed); }
   WriterRole &role() { return role_; }
   u32 sweep() {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -323,7 +342,7 @@ class Handle {
     add_role(kDrainer);
     Drainer d(*this);
     u64 looked = now_ns();
-    while (!destroyed() && check()) {
+    while (!destroyed() && !closed() && check()) {
       d.turn();
       if (leave_when_alone && now_ns() - looked > 1'000'000'000) {
         looked = now_ns();
@@ -349,7 +368,7 @@ class Handle {
     u32 index = 0;
     auto got = registry.claim_slot(me_, index);
     for (int tries = 0; got == Registry::Claim::none_free && tries < 2; ++tries) {  // the dead hold slots until drained and swept
-      role_.help([] { return false; });
+      help();
       registry.sweep(slot_);
       got = registry.claim_slot(me_, index);
     }
@@ -406,7 +425,7 @@ class Handle {
       if (full == Full::drop_oldest) {  // the writer drops them, in a transaction; if it is stuck, nobody can, and the new rows go
         u64 seq = load(c.commit_seq, acquire);
         if (stuck_at_ == seq + 1) { out = Status::dropped; break; }
-        store(slot.skip_to, producer_.skip_target(need), release);
+        store(slot.skip_to, producer_.skip_target(need), release);  // pairs with plan() in transaction.h
         if (first) {
           patience = began + kSlice < deadline ? began + kSlice : deadline;
           continue;
@@ -460,7 +479,7 @@ class Handle {
       Control &c = h.s_.control();
       if (!h.ready()) {
         store(c.ready_wait, 1u, relaxed);
-        fence(seq_cst);
+        fence(seq_cst);  // pairs with build() in segment.h
         if (load(c.state, acquire) != kReady) futex_wait(c.ready_wait, 1);
         return;
       }
@@ -545,6 +564,7 @@ class Handle {
     uses_.store(0, relaxed), putting_.store(false, relaxed), building_.store(false, relaxed);
     new (&mutex_) std::mutex;  // another thread of the parent may have held them
     new (&tickets_mutex_) std::mutex;
+    new (&outstanding_) std::deque<Outstanding>;  // leaked: it may have been in the middle of a push
   }
 
   Segment s_;

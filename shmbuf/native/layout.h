@@ -109,6 +109,7 @@ static_assert(sizeof(Slot) == 512);
 enum PlanKind : u32 { kPlanRows = 1, kPlanClear = 2 };
 struct BlockSlot {
   u64 head;                       // everything before it has been consumed
+  u64 rows_end;                   // of this transaction: records from skip_to to here are stored; then, up to head, damage
   u64 skip_to;                    // of this transaction: ROWS from the old head to here are dropped
   u64 stored_rows, skipped_rows;  // cumulative
 };

@@ -42,7 +42,7 @@ struct Ticket {
   int wait(double timeout) {
     if (!state || state->pieces.empty() || state->resolved) return 0;
     Handle::Use use(*handle);
-    if (rows() * handle->segment().row_bytes <= kHoldGil && handle->try_wait(*state)) return 0;
+    if (handle->try_wait(*state, kHoldGil)) return 0;
     u64 deadline = deadline_in(timeout);
     Status s;
     {
@@ -83,7 +83,7 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
   Ticket t{h, nullptr, Status::ok};
   // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
   auto put = [&](bool may_wait) { return h->put(columns.data(), u32(columns.size()), n, Full(full), deadline_in(timeout), wake, may_wait, t.state, no_signal); };
-  t.status = n * h->segment().row_bytes <= kHoldGil ? put(false) : Status::would_wait;
+  t.status = h->fits_at_once(n, kHoldGil) ? put(false) : Status::would_wait;
   if (t.status == Status::would_wait) {
     nb::gil_scoped_release r;
     t.status = put(true);
@@ -178,8 +178,12 @@ int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, 
   u64 deadline = deadline_in(timeout);
   Status s;
   {
-    Ungil gil(n * h->segment().row_bytes > kHoldGil || !h->ready());
-    s = h->draw(n, out.data(), u32(out.size()), id, deadline, no_signal);
+    auto draw = [&](bool may_wait) { return h->draw(n, out.data(), u32(out.size()), id, deadline, may_wait, no_signal); };
+    s = h->ready() && n * h->segment().row_bytes <= kHoldGil ? draw(false) : Status::would_wait;
+    if (s == Status::would_wait) {
+      nb::gil_scoped_release r;
+      s = draw(true);
+    }
     if (s == Status::ok && slots) {
       auto *slot = reinterpret_cast<u64 *>(slots);
       u64 capacity = h->segment().capacity;
@@ -264,7 +268,7 @@ nb::dict counters(const H &h) {
   d["writer_pid"] = load(c.writer_pid, relaxed);
   u64 beat = load(c.last_transaction_ns, relaxed), t = now_ns();
   d["writer_age"] = beat ? double(t > beat ? t - beat : 0) * 1e-9 : -1.0;
-  d["writer_active"] = h->lock_fd() >= 0 && byte_is_held(h->lock_fd(), kLockWriter);
+  d["writer_active"] = h->role().held_here() || (h->lock_fd() >= 0 && byte_is_held(h->lock_fd(), kLockWriter));
   return d;
 }
 nb::list collectors(const H &h) {

@@ -21,11 +21,6 @@ inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
   copy_bytes(ring + o, from, first);
   if (n > first) copy_bytes(ring, static_cast<const u8 *>(from) + first, n - first);
 }
-inline void ring_read(const u8 *ring, u64 size, u64 at, void *to, u64 n) {
-  u64 o = at & (size - 1), first = n < size - o ? n : size - o;
-  copy_bytes(to, ring + o, first);
-  if (n > first) copy_bytes(static_cast<u8 *>(to) + first, ring, n - first);
-}
 inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<Record *>(ring + (at & (size - 1))); }
 
 // The collector's end. Private positions; one thread at a time (handle.h catches a second one).
@@ -47,7 +42,6 @@ class Producer {
     head_ = load(slot_->head_pub, acquire);  // R1: what lies below head has been copied out and committed
     return tail_ + need - head_ <= size_;
   }
-  u64 used() { return tail_ - (head_ = load(slot_->head_pub, acquire)); }
 
   // Rows [from, from + n) of the columns become one record. Call only after has_room(record_bytes(n)).
   u64 publish_rows(const Column *columns, u32 n_columns, u64 from, u64 n) {

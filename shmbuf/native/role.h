@@ -18,6 +18,7 @@ class WriterRole {
   void open(int lock_fd, const Owner &me, int member) { fd_ = lock_fd, me_ = me, member_ = member; }
   void after_fork() { taken_.store(false, relaxed), fd_ = -1; }
 
+  bool held_here() const { return taken_.load(relaxed); }
   bool try_take() {
     if (taken_.exchange(true, acquire)) return false;
     if (fd_ < 0 || !lock_byte(fd_, kLockWriter, F_WRLCK)) {

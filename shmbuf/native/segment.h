@@ -145,15 +145,15 @@ inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, u64 row
     if (whole == MAP_FAILED) e = errno;
     else munmap(whole, at.file);
   }
+  if (!e) FAILPOINT(build_grown);
+  for (u64 done = 0; !e && done < schema_bytes;) {  // pwrite: this mapping ends at config_bytes
+    ssize_t n = pwrite(fd, schema + done, schema_bytes - done, i64(at.schema + done));
+    if (n > 0) done += u64(n);
+    else e = n < 0 ? errno : EIO;
+  }
   if (e) {
     if (ftruncate(fd, i64(h.config_bytes))) return errno;
     return e;
-  }
-  FAILPOINT(build_grown);
-  for (u64 done = 0; done < schema_bytes;) {  // pwrite: this mapping ends at config_bytes
-    ssize_t n = pwrite(fd, schema + done, schema_bytes - done, i64(at.schema + done));
-    if (n <= 0) return n < 0 ? errno : EIO;
-    done += u64(n);
   }
   Built b{row_bytes, at.ring_bytes, at.schema, schema_bytes, at.rows, at.rings, at.file, n_columns, 0};
   b.crc = built_crc(b, schema);

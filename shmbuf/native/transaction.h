@@ -59,7 +59,10 @@ class Writer {
   }
 
  private:
-  static BlockSlot entry(const CommitBlock &b, u32 i) { return i < b.n_slots ? b.slot[i] : BlockSlot{}; }
+  static BlockSlot entry(const CommitBlock &b, u32 i) { return i < b.n_slots ? b.slot[i] : BlockSlot{}; }  // i < max_collectors
+  u32 slots_of(const CommitBlock &b) const {  // bounded by what is mapped, whatever a damaged word says
+    return b.n_slots < s_.header().max_collectors ? b.n_slots : s_.header().max_collectors;
+  }
 
   // A record that this build of the layout could have written; anything else means damaged memory.
   bool well_formed(const Record &r, u64 at, u64 tail) const {
@@ -76,7 +79,7 @@ class Writer {
     std::memcpy(static_cast<void *>(&next), &now, sizeof(CommitBlock));
     for (u32 i = 0; i < n; ++i) {
       next.slot[i] = entry(now, i);
-      next.slot[i].skip_to = next.slot[i].head;
+      next.slot[i].skip_to = next.slot[i].rows_end = next.slot[i].head;
     }
     next.seq = now.seq + 1, next.first = now.cursor, next.kind = kPlanRows;
     next.n_slots = n, next.start = now.next_start % n;
@@ -106,7 +109,8 @@ class Writer {
         }
         rows += r.n_rows, e.stored_rows += r.n_rows, at += r.bytes, any = true;
       }
-      if (!intact) at = tail, ++next.malformed, any = true;  // quarantine: what is in this ring now is discarded and counted
+      e.rows_end = at;
+      if (!intact) at = tail, ++next.malformed, any = true;  // quarantine: the rest of this ring is discarded, and counted
       e.head = at;
     }
     next.cursor += rows, next.rows_total += rows, next.write_count += rows;
@@ -129,14 +133,14 @@ class Writer {
     next.cursor = next.base = align_up(now.cursor, s_.capacity);  // ids never repeat, indices start again at 0
     if (!(flags & kKeepWriteCount)) next.write_count = 0;
     ++next.clears;
-    next.slot[i].head = at + sizeof(Record);
+    next.slot[i].head = next.slot[i].rows_end = at + sizeof(Record);
     next.next_start = i;
     FAILPOINT(clear_planned);
     return true;
   }
 
   void run_clear(const CommitBlock &now, const CommitBlock &next) {
-    for (u32 i = 0; i < next.n_slots; ++i)
+    for (u32 i = 0; i < slots_of(next); ++i)
       for (u64 at = entry(now, i).head; at < next.slot[i].head; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
   }
   void run_rows(const CommitBlock &now, const CommitBlock &next) {
@@ -144,12 +148,13 @@ class Writer {
     fence(seq_cst);                                                                        // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
     u64 id = now.cursor;
-    for (u32 d = 0; d < next.n_slots; ++d) {
-      u32 i = (next.start + d) % next.n_slots;
+    const u32 n = slots_of(next);
+    for (u32 d = 0; d < n; ++d) {
+      u32 i = (next.start + d) % n;
       const BlockSlot &e = next.slot[i];
-      for (u64 at = entry(now, i).head; at < e.head;) {
+      for (u64 at = entry(now, i).head; at < e.rows_end;) {  // exactly the records that the plan has counted
         Record &r = record(i, at);
-        if (!well_formed(r, at, e.head)) break;  // the plan stopped here too
+        if (!well_formed(r, at, e.rows_end) || id + r.n_rows > next.cursor + (at < e.skip_to ? r.n_rows : 0)) break;  // damaged since
         if (at < e.skip_to) {
           store(r.result, kDropped, relaxed);
         } else {
@@ -193,7 +198,7 @@ class Writer {
     FAILPOINT(post_base);
     store(c_.cursor, b.cursor, release);   // pairs with G1
     FAILPOINT(post_cursor);
-    const u32 n = b.n_slots < s_.header().max_collectors ? b.n_slots : s_.header().max_collectors;  // whatever a damaged word says
+    const u32 n = slots_of(b);
     for (u32 i = 0; i < n; ++i)
       if (!before || entry(*before, i).head != b.slot[i].head) {
         store(s_.slot(i).head_pub, b.slot[i].head, release);  // pairs with R1 in ring.h

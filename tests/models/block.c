@@ -1,5 +1,6 @@
 /* The double-buffered commit block: a reader copies the one that commit_seq selects and looks at commit_seq again. Guards transaction.h
-   (read_block; the fence is publish()'s, after the commit). GenMC 0.10.3 (RC11, IMM): holds; -DNO_REL fails. */
+   (read_block; the fence is publish()'s, after the commit). GenMC 0.10.3 when the protocol was designed (RC11, IMM; a release fence is
+   enough): holds; -DNO_REL fails. */
 #include "litmus.h"
 atomic_ulong commit_seq;
 atomic_int x[2], y[2];

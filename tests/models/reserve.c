@@ -1,5 +1,6 @@
 /* Reserve, fence, overwrite || copy, fence, look at reserve. Guards transaction.h (T1) and gather.h (G2). One slot: row 0 is committed; rows 1
-   and 2 overwrite it. GenMC 0.10.3 (RC11, IMM): holds; -DNO_REL or -DNO_ACQ returns a torn or another row. */
+   and 2 overwrite it. GenMC 0.10.3 when the protocol was designed (RC11, IMM; a release fence is enough for this part of T1): holds;
+   -DNO_REL or -DNO_ACQ returns a torn or another row. */
 #include "litmus.h"
 atomic_ulong cursor, reserve;
 atomic_int first_half, second_half;

@@ -1,6 +1,6 @@
-/* A collector's ring: bytes before tail, tail before reuse. Guards shmbuf/native/ring.h (publish, has_room) and transaction.h (P1, head_pub).
-   Capacity 1, so the one slot is reused. GenMC 0.10.3 (RC11, IMM): holds; -DTAIL_ST or -DHEAD_ST =memory_order_relaxed fails. TSan sees
-   both as races. */
+/* A collector's ring: bytes before tail, head before reuse. Guards ring.h (publish, has_room) and transaction.h (P1, head_pub). Capacity 1, so
+   the one slot is reused. GenMC 0.10.3 when the protocol was designed (RC11, IMM): holds; -DTAIL_ST or -DHEAD_ST
+   =memory_order_relaxed fails. TSan sees both as races. */
 #include "litmus.h"
 #ifndef TAIL_ST
 #define TAIL_ST memory_order_release

@@ -21,11 +21,6 @@ byte budget = 0;
 #else
 #define SLEEP(word) !word
 #endif
-#ifdef DRAIN
-#define DRAINER 1
-#else
-#define DRAINER 0
-#endif
 
 inline try_take(me, shares) {
   atomic { got = false;

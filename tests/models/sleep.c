@@ -1,5 +1,5 @@
 /* Store the condition, fence, look for a sleeper || arm, fence, look at the condition. Guards memory.h (wake_if_armed) and every sleeper of
-   handle.h and role.h. GenMC 0.10.3 (RC11, IMM): holds; -DNOFENCE loses the wake-up, also on x86. */
+   handle.h. GenMC 0.10.3 when the protocol was designed (RC11, IMM): holds; -DNOFENCE loses the wake-up, also on x86. */
 #include "litmus.h"
 atomic_int tail, sleeping;
 int saw_sleeper, saw_tail;

@@ -1,6 +1,7 @@
 /* Two updaters on two leaves of one node, refreshed twice each. Guards priority_tree.h (refresh: seq_cst on all four accesses). The node is
-   tag << 16 | sum. GenMC 0.10.3 (RC11), two updates each: holds with seq_cst everywhere (578 executions); -DMO_LD, -DMO_CAS or all
-   of them weakened to acquire / acq_rel leave a wrong sum, as do -DSINGLE, -DUNTAGGED and -DSKIP_EQUAL. */
+   tag << 16 | sum. GenMC 0.10.3 when the protocol was designed (RC11, two updates each): seq_cst everywhere holds (578 executions);
+   -DMO_LD=memory_order_acquire, -DMO_CAS=memory_order_acq_rel or both with -DMO_LEAF=memory_order_release leave a wrong sum, as
+   do -DSINGLE, -DUNTAGGED and -DSKIP_EQUAL. The last -DMO_LEAF fails on x86, too: its store waits in the store buffer. */
 #include "litmus.h"
 #ifndef MO_LEAF
 #define MO_LEAF memory_order_seq_cst

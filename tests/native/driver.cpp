@@ -165,7 +165,7 @@ static void collector(Segment &s, int file, u64 life) {
     Slot &slot = s.slot(i);
     Producer p;
     p.open(slot, s.ring(i), s.ring_bytes, s.row_bytes);
-    CHECK(p.used() == 0, "slot %u was freed with undrained rows", i);
+    CHECK(load(slot.head_pub, acquire) == p.tail(), "slot %u was freed with undrained rows", i);
     u64 most = p.max_rows_per_record(), acked = load(board->acked[i], acquire), skips = 0;
     u64 number = load(slot.stored_at_claim, relaxed) + load(slot.skipped_at_claim, relaxed);  // the one before may have been killed
     CHECK(number >= acked && number <= acked + (processes ? most : 0), "ring %u: %lu rows acknowledged, %lu there", i, acked, number);
@@ -308,15 +308,15 @@ static void handles() {
     u64 ids[16];
     while (!stopped()) {
       if (at.wait_rows(1, kForever, go_on) != Status::ok) continue;
-      Status s = at.draw(16, batch.columns.data(), u32(batch.columns.size()), ids, kForever, go_on);
+      Status s = at.draw(16, batch.columns.data(), u32(batch.columns.size()), ids, kForever, true, go_on);
       CHECK(s == Status::ok || s == Status::lapped || stopped(), "draw: status %d", int(s));
       for (u64 j = 0; s == Status::ok && j < 16; ++j) batch.check(j, ids[j]);
     }
   };
   u64 before = board->rows;
-  run({[&](u64 life) { put(h, life); }, [&](u64 life) { put(other, life); }, [&](u64) { read(h); }, [&](u64) { read(h); }, [&](u64) { read(other); },
-       [&](u64) { while (!stopped()) h.help(), h.sweep(), usleep(300); }},
-      [&] { return load(h.segment().control().commit_seq, relaxed); });
+  Body puts = [&](u64 life) { put(h, life); }, other_puts = [&](u64 life) { put(other, life); }, reads = [&](u64) { read(h); },
+       other_reads = [&](u64) { read(other); }, helps = [&](u64) { while (!stopped()) h.help(), h.sweep(), usleep(300); };
+  run({puts, other_puts, reads, reads, other_reads, helps}, [&] { return load(h.segment().control().commit_seq, relaxed); });
   h.close();
   other.help();
   u64 stored = other.segment().block(load(other.segment().control().commit_seq, acquire)).rows_total;

@@ -47,7 +47,7 @@ inline void updater(PriorityTree &t, u64 life) {
   float p[300];
   while (!stopped()) {
     u64 cursor = load(board->tree_cursor, acquire), n = 1 + rng.below(300);
-    if (!cursor) continue;
+    if (!cursor) { usleep(100); continue; }
     for (u64 j = 0; j < n; ++j) {  // some already overwritten
       ids[j] = cursor - 1 - std::min(cursor - 1, rng.below(g.capacity + g.capacity / 8 + 1));
       p[j] = priority_of(ids[j], 1 + rng.below(4));
@@ -92,7 +92,8 @@ inline void tree_at_rest(const PriorityTree &t) {
     sum += double(p[j]);
     if (p[j] > 0 && (least == 0 || p[j] < least)) least = p[j];
   }
-  CHECK(std::abs(sum - root) <= 1e-9 * sum && least == t.min(), "root %.17g, leaves %.17g; min %g, leaves %g", root, sum, double(t.min()), double(least));
+  CHECK(std::abs(sum - root) <= 1e-9 * sum, "root %.17g, leaves %.17g", root, sum);
+  CHECK(least == t.min(), "root's min %g, leaves' %g", double(t.min()), double(least));
   for (u64 j = 0; j < kDraws; ++j) u[j] = (double(j) + 0.5) / kDraws;
   u64 got = t.draw(hi, u.data(), kDraws, drawn.data(), with.data());
   CHECK(got == (root > 0 ? kDraws : 0), "%lu draws at rest", got);
@@ -148,7 +149,8 @@ inline void bursts() {
     float p = 1;
     t.evict(first, std::min(k, n - first)), t.publish(first, &p, 0, std::min(k, n - first));
   };
-  run({[&](u64 life) { change(life, set); }, [&](u64 life) { change(life, set); }, [&](u64 life) { change(life, renew); }}, [&] { return load(looks, relaxed); });
+  Body updates = [&](u64 life) { change(life, set); }, renews = [&](u64 life) { change(life, renew); };
+  run({updates, updates, renews}, [&] { return load(looks, relaxed); });
 }
 inline void priorities() {
   u64 bytes = PriorityTree::bytes(g.capacity);

@@ -349,3 +349,81 @@ def come_and_go(name: str, stop) -> None:
     while not stop.is_set():
         with Buffer.attach(name) as buffer:
             buffer.put(oracle.make_rows(0, 0, 3))
+
+
+def test_a_damaged_tail_costs_its_ring_and_nobody_elses_rows(unique_name):
+    """What the plan did not count must not be stored: rows of the next ring would get its ids."""
+    with (
+        Buffer.create(unique_name, 100, schema=oracle.SCHEMA, drain="caller") as first,
+        Buffer.attach(unique_name) as second,
+    ):
+        first.extend(oracle.make_rows(0, 0, 3))
+        second.extend(oracle.make_rows(1, 0, 97))
+        first.put(oracle.make_rows(0, 3, 5))
+        second.put(oracle.make_rows(1, 97, 3))
+        with open(segment.path_of(unique_name), "r+b") as f:
+            slot = 8192 + 4096 + segment.MAX_MEMBERS * 128
+            f.seek(slot)
+            tail = int.from_bytes(f.read(8), "little")
+            f.seek(slot)
+            f.write((tail + 8192).to_bytes(8, "little"))
+        second.drain()
+        s = second.stats()
+        assert s["malformed_records"] == 1
+        lo, hi = second.window
+        rows = second.gather(range(lo, hi))
+        oracle.check_rows(rows)
+        k = rows["k"][rows["who"] == 1]
+        assert k.tolist() == list(range(int(k[0]), 100)), "the other collector's rows are all there, once, in order"
+    destroy(unique_name, force=True)
+
+
+def test_waits_let_other_threads_run(unique_name):
+    """The GIL is given away by every wait: of a draw beside a stopped writer, of a put larger than its ring."""
+    with Buffer.create(unique_name, 4, schema=oracle.SCHEMA, drain="caller", ring_bytes=4096) as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 4))
+        writer = stopped_at(unique_name, "txn_reserved", 4)
+        ticks, stop = [0], threading.Event()
+
+        def tick() -> None:
+            while not stop.is_set():
+                ticks[0] += 1
+                time.sleep(0.001)
+
+        t = threading.Thread(target=tick)
+        t.start()
+        try:
+            for wait, error in (
+                (lambda: buffer.draw(2), Lapped),
+                (lambda: buffer.put(oracle.make_rows(0, 4, 60), timeout=1), CommitPending),
+            ):
+                before = ticks[0]
+                with pytest.raises(error):
+                    wait()
+                assert ticks[0] - before > 20, "the other thread stood still"
+        finally:
+            stop.set()
+            t.join()
+            writer.kill()
+            writer.wait()
+    destroy(unique_name)
+
+
+def test_names_of_unnamed_buffers_cannot_be_taken():
+    with pytest.raises(ValueError, match="without a name"):
+        Buffer.create("unnamed.mine", 10)
+
+
+def test_the_labels_in_the_headers_are_those_that_can_be_armed():
+    import re
+    from pathlib import Path
+
+    native = Path(__file__).resolve().parents[2] / "shmbuf" / "native"
+    used = {
+        name
+        for f in native.glob("*.h")
+        if f.name not in ("failpoint.h", "priority_tree.h")
+        for name in re.findall(r"FAILPOINT\((\w+)\)", f.read_text())
+    }
+    known = set(re.findall(r'"(\w+)"', (native / "failpoint.h").read_text().split("kNames[] = {")[1].split("};")[0]))
+    assert used == {n for n in known if not n.startswith("tree_")}

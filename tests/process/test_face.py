@@ -224,3 +224,22 @@ def test_slices_beside_emptying(unique_name):
             stop.set()
             t.join(30)
     shmbuf.destroy(unique_name)
+
+
+def test_columns_called_index_or_row_id(unique_name):
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(10, name=unique_name, schema={"index": "int64", "x": "float32"}), batch_size=4
+    ) as rb:
+        rb.extend(TensorDict({"index": torch.full((3,), 77), "x": torch.arange(3.0)}, [3]))
+        batch = rb.sample()
+        assert (batch["index"] == batch["x"].long()).all() and (
+            rb[:]["index"] == 77
+        ).all()  # a sample's index is the slot
+        assert rb.sample(out=batch) is batch and (batch["index"] == batch["x"].long()).all()
+    shmbuf.destroy(unique_name)
+    with (
+        TensorDictReplayBuffer(storage=ShmStorage(10, name=unique_name)) as rb,
+        pytest.raises(shmbuf.SchemaError, match="name it otherwise"),
+    ):
+        rb.extend(TensorDict({"index": {"k": torch.zeros(3)}}, [3]))
+    shmbuf.destroy(unique_name)

@@ -15,15 +15,16 @@ from tests import oracle
 from tests.process import workers
 
 LARGEST = 24
+KILLS = 2000 if os.environ.get("SHMBUF_SOAK") else 200
 
 
 def supervise(name: str, acks_path: str, kills: int, seed: int, capacity: int) -> None:
     """Run in a fresh interpreter (no threads of its own, so it may fork): kill and replace until `kills` are done."""
     rng = random.Random(seed)
-    acks = oracle.Acks(acks_path)
+    acks = oracle.Acks(acks_path, 8192)
     stop = workers.ForkedEvent()
     Buffer.create(name, capacity, schema=oracle.SCHEMA, ring_bytes=1 << 14, drain="caller", max_collectors=8).close()
-    who = iter(range(4096))
+    who = iter(range(8192))
     collectors = {
         w: workers.fork(workers.collect, name, w, acks.path, LARGEST, stop, w) for w in (next(who) for _ in range(4))
     }
@@ -31,7 +32,7 @@ def supervise(name: str, acks_path: str, kills: int, seed: int, capacity: int) -
     reader = workers.fork(read_until, name, stop)
     watch = Buffer.attach(name)
     done = 0
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + kills / 2
     while done < kills:
         assert time.monotonic() < deadline, f"only {done} kills: something hangs: {watch.stats()} {watch.collectors()}"
         time.sleep(rng.random() * 0.03)
@@ -71,13 +72,15 @@ def run_supervisor(code: str, timeout: float = 110) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(KILLS + 20)
 @pytest.mark.parametrize("capacity", [300, 1_000_000], ids=["wraps", "whole"])
 def test_random_kills_of_collectors_and_writers(capacity, tmp_path, unique_name):
     out = run_supervisor(
         "from tests.process.test_kills import supervise; "
-        f"supervise({unique_name!r}, {str(tmp_path / 'acks')!r}, 200, 1, {capacity})"
+        f"supervise({unique_name!r}, {str(tmp_path / 'acks')!r}, {KILLS}, 1, {capacity})",
+        timeout=KILLS / 2 + 10,
     )
-    assert "kills=200" in out
+    assert f"kills={KILLS}" in out
 
 
 CREATOR = """

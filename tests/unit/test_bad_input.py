@@ -210,6 +210,17 @@ def strided(a: np.ndarray) -> np.ndarray:
     return view
 
 
+def strided_rows(a: np.ndarray) -> np.ndarray:
+    """Only from row to row; each row's values lie side by side."""
+    wide = np.zeros((a.shape[0] * 3, *a.shape[1:]), a.dtype)
+    wide[::3] = a
+    return wide[::3]
+
+
+def reversed_rows(a: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(a[::-1])[::-1]
+
+
 def reversed_(a: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(a[tuple(slice(None, None, -1) for _ in a.shape)])[
         tuple(slice(None, None, -1) for _ in a.shape)
@@ -254,6 +265,8 @@ class HasInterface:
 FORMS = {
     "as it is": lambda a: a,
     "strided": strided,
+    "strided rows": strided_rows,
+    "reversed rows": reversed_rows,
     "fortran order": np.asfortranarray,
     "negative strides": reversed_,
     "read-only": read_only,
@@ -309,7 +322,9 @@ def test_taken(name, form, n, given_schema):
         assert same(stored(buf), given)
 
 
-@pytest.mark.parametrize("form", ["strided", "negative strides", "big-endian", "read-only"])
+@pytest.mark.parametrize(
+    "form", ["strided", "strided rows", "reversed rows", "negative strides", "big-endian", "read-only"]
+)
 def test_one_odd_leaf_among_plain_ones(buf, form):
     given = rows(3, 5)
     given["next"]["obs"] = FORMS[form](given["next"]["obs"])

@@ -58,7 +58,7 @@ class Spin:
         errors = re.search(r"errors: (\d+)", out)
         found = re.search(r"assertion violated .*|invalid end state.*\(at depth", out)
         states = re.search(r"(\d+) states, stored", out)
-        incomplete = re.search(r"max search depth too small|out of memory|reached memory limit|hash array full|timed out|interrupted", out)
+        incomplete = re.search(r"max search depth too small|out of memory|memory limit|hash array full|timed out|interrupted", out)
         if errors and int(errors[1]) and found:
             verdict = "fails"
         elif errors and not int(errors[1]) and not incomplete:
@@ -81,7 +81,8 @@ class Spin:
         if not (where / "pan.c").exists():
             return out
         memory = "24000" if self.soak else "3000"
-        out = call(["gcc", *self.cc.split(), "-w", "-DSAFETY", "-DCOLLAPSE", f"-DMEMLIM={memory}", "-DVECTORSZ=2048", "-o", "pan", "pan.c"], 120)
+        options = ["-w", "-DSAFETY", "-DCOLLAPSE", f"-DMEMLIM={memory}", "-DVECTORSZ=2048", *self.cc.split()]
+        out = call(["gcc", *options, "-o", "pan", "pan.c"], 120)
         if not (where / "pan").exists():
             return out
         return call(["./pan", "-m1000000", f"-w{26 if self.soak else 21}"], self.limit)
@@ -112,8 +113,8 @@ class Litmus:
         with tempfile.TemporaryDirectory(prefix="shmbuf-litmus-") as where:
             program = str(Path(where) / "litmus")
             tool = ["-O1", "-g", "-fsanitize=thread"] if self.tool == "tsan" else ["-O2"]
-            built = subprocess.run(["gcc", "-std=gnu11", *tool, "-Wall", "-Wno-tsan", "-pthread", f"-DMILLISECONDS={length}", *self.flags.split(),
-                                    str(MODELS / self.file), "-o", program], capture_output=True, text=True, check=False)
+            options = ["-std=gnu11", *tool, "-Wall", "-Wno-tsan", "-pthread", f"-DMILLISECONDS={length}", *self.flags.split()]
+            built = subprocess.run(["gcc", *options, str(MODELS / self.file), "-o", program], capture_output=True, text=True, check=False)
             if built.returncode:
                 return Result(False, "does not build", 0, time.monotonic() - began, built.stderr)
             # newer kernels map where TSan's shadow must be
@@ -186,7 +187,8 @@ ENTRIES: list[Entry] = [
     *_mutants("tree16.pml", "-DSINGLE", "-DTHREE -DTAGLAST", "-DTHREE -DCAS8", "-DTHREE -DNOTAG"),
     Spin("tree16.pml", "-DTHREE -DSKIPEQ", holds=False, cc="-O2 -DREVERSE"),
     # memory order
-    *(Litmus(f, tool, soak=soak) for f in ("ring.c", "sleep.c", "reserve.c", "block.c", "tree.c") for tool in ("native", "tsan") for soak in (False, True)),
+    *(Litmus(f, tool, soak=soak) for f in ("ring.c", "sleep.c", "reserve.c", "block.c", "tree.c") for tool in ("native", "tsan")
+      for soak in (False, True)),
     Litmus("ring.c", "tsan", "-DTAIL_ST=memory_order_relaxed", holds=False),
     Litmus("ring.c", "tsan", "-DHEAD_ST=memory_order_relaxed", holds=False),
 ]
