@@ -12,11 +12,11 @@ import time
 from contextlib import suppress
 
 from shmbuf import Buffer, BufferNotFound
-from shmbuf.schema import flatten, show_key
+from shmbuf.schema import flatten
 
 
 def main(name: str) -> int:
-    rows = seconds = 0.0
+    rows, seconds = 0, 0.0  # at the last look
     while True:
         try:
             buffer = Buffer.attach(name, readonly=True)  # anew each time: a kept handle would not notice the buffer's end
@@ -28,8 +28,8 @@ def main(name: str) -> int:
             rate = f"{(written - rows) / (now - seconds):,.0f} rows/s" if seconds else ""
             print(f"{len(buffer):,} of {buffer.capacity:,} rows  {len(buffer.collectors())} collectors  {rate}", flush=True)
             if len(buffer):
-                sample, ids = buffer.draw(64)
-                print("  a sample:", ", ".join(f"{show_key(k)} {list(a.shape)}" for k, a in flatten(sample).items()),
+                sample, ids = buffer.draw(64, timeout=10)
+                print("  a sample:", ", ".join(f"{'/'.join(k)} {list(a.shape)}" for k, a in flatten(sample).items()),
                       f" ids {ids.min()} to {ids.max()}", flush=True)
         rows, seconds = written, now
         time.sleep(1)

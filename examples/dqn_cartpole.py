@@ -178,12 +178,12 @@ def evaluate(net: dict[str, np.ndarray], env: gymnasium.Env, episodes: int) -> f
 
 
 def run(s: Settings) -> int:
+    print(f"DQN on CartPole-v1: {s.collectors} collectors and a learner share buffer {s.name!r}", flush=True)
     from rich.live import Live
 
-    from shmbuf import ShmStorage, TensorDictReplayBuffer  # torch comes in here
-
     with ExitStack() as end:  # its calls run at the end in reverse order, whatever happened
-        rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), batch_size=s.batch_size)
+        storage = shmbuf.ShmStorage(s.capacity, name=s.name, exists="replace")  # imports torch
+        rb = shmbuf.TensorDictReplayBuffer(storage=storage, batch_size=s.batch_size)
         end.callback(shmbuf.destroy, s.name, force=True)
         policy = Buffer.create(f"{s.name}-policy", 1, drain="caller", exists="replace")
         end.callback(shmbuf.destroy, policy.name, force=True)
@@ -216,7 +216,7 @@ def run(s: Settings) -> int:
                     judged, final = updates, float(np.mean([r for _, r in returns[-3:]]))
                 line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
                         f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
-                        f"return {f'{returns[-1][1]:.0f}' if returns else 'none yet'}  epsilon {epsilon:.2f}")
+                        f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}")
                 if live.console.is_terminal:
                     live.update(line, refresh=True)
                 elif len(watch) % 25 == 1:  # a log gets a line now and then
@@ -242,12 +242,11 @@ def run(s: Settings) -> int:
 
 
 def stop(jobs: dict) -> None:
-    """At any instruction of theirs: a row is in the buffer whole or not at all."""
+    """Kill them, at whatever instruction they are: a row is in the buffer whole or not at all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C does not keep us from cleaning up
-    for job in jobs.values():
-        if job.pid is not None:  # started
-            job.terminate()
-            job.join()
+    for job in [job for job in jobs.values() if job.pid is not None]:  # those that were started
+        job.kill()
+        job.join()
 
 
 def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> float:

@@ -158,7 +158,7 @@ def learner(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuf
         with torch.no_grad():
             action, log_p = act(actor, after["observation"])
             future = least(targets, after["observation"], action) - alpha * log_p
-            goal = after["reward"] / 10 + s.gamma * ~after["terminated"] * future
+            goal = after["reward"] / 10 + s.gamma * ~after["terminated"] * future  # rewards go down to −16 a step
         x = torch.cat([now, batch["action"]], -1)
         adam_critics.zero_grad()
         sum(nn.functional.mse_loss(critic(x).squeeze(-1), goal) for critic in critics).backward()
@@ -194,6 +194,7 @@ def evaluate(actor: nn.Module, episodes: int) -> float:
 
 
 def run(s: Settings) -> int:
+    print(f"SAC on Pendulum-v1: {s.collectors} × {s.environments} environments and a learner share buffer {s.name!r}", flush=True)
     from rich.live import Live
 
     with ExitStack() as end:  # its calls run at the end in reverse order, whatever happened
@@ -232,7 +233,7 @@ def run(s: Settings) -> int:
                     judged = updates
                 line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
                         f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
-                        f"return {f'{returns[-1][1]:.0f}' if returns else 'none yet'}")
+                        f"return {f'{returns[-1][1]:.0f}' if returns else '–'}")
                 if live.console.is_terminal:
                     live.update(line, refresh=True)
                 elif len(watch) % 25 == 1:  # a log gets a line now and then
@@ -258,12 +259,11 @@ def run(s: Settings) -> int:
 
 
 def stop(jobs: dict) -> None:
-    """At any instruction of theirs: a row is in the buffer whole or not at all."""
+    """Kill them, at whatever instruction they are: a row is in the buffer whole or not at all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C does not keep us from cleaning up
-    for job in jobs.values():
-        if job.pid is not None:  # started
-            job.terminate()
-            job.join()
+    for job in [job for job in jobs.values() if job.pid is not None]:  # those that were started
+        job.kill()
+        job.join()
 
 
 def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> float:

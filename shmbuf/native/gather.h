@@ -81,7 +81,7 @@ class Gather {
 
  private:
   static constexpr u8 kWanted = 2;
-  static constexpr u64 kAhead = 12, kBlock = 16;  // rows prefetched ahead, rows validated by one load of reserve
+  static constexpr u64 kAhead = 24, kBlock = 16;  // rows prefetched ahead, rows validated by one load of reserve
 
   void prefetch(u64 id) const {
     const u8 *p = s_.row(id);

@@ -63,14 +63,14 @@ class Run:
 
 
 @pytest.fixture
-def start(unique_name, tmp_path):
+def example(unique_name, tmp_path):
     runs = []
 
-    def start_one(script: str, *options: str) -> Run:
+    def start(script: str, *options: str) -> Run:
         runs.append(Run(script, unique_name, tmp_path / "pictures", *options))
         return runs[-1]
 
-    yield start_one
+    yield start
     for run in runs:
         for p in run.members():
             p.kill()
@@ -79,8 +79,8 @@ def start(unique_name, tmp_path):
 
 
 @pytest.mark.parametrize(("script", "target"), [("dqn_cartpole", "30"), ("sac_vector", "-1900")])
-def test_reaches_its_target_and_says_what_it_did(start, tmp_path, script, target):
-    status, output = start(f"{script}.py", "--target-return", target, "--collectors", "2").end()
+def test_reaches_its_target_and_says_what_it_did(example, tmp_path, script, target):
+    status, output = example(f"{script}.py", "--target-return", target, "--collectors", "2").end()
     assert status == 0, output
     lines = dict(line.strip().split("  ", 1) for line in output.splitlines() if line.startswith("  ") and " s  in " not in line)
     lines = {key: text.strip() for key, text in lines.items()}
@@ -95,8 +95,8 @@ def test_reaches_its_target_and_says_what_it_did(start, tmp_path, script, target
     assert "Traceback" not in output and "Warning" not in output, output
 
 
-def test_killed_collector_ends_everything(start):
-    run = start("dqn_cartpole.py", *ENDLESS)
+def test_killed_collector_ends_everything(example):
+    run = example("dqn_cartpole.py", *ENDLESS)
     with run.wait_rows(300) as buffer:
         victim = buffer.collectors()[0]["pid"]
     os.kill(victim, signal.SIGKILL)
@@ -104,23 +104,28 @@ def test_killed_collector_ends_everything(start):
     assert status == 1 and "ended with exit code -9" in output and "Traceback" not in output, output
 
 
-def test_gives_up_in_time(start):
-    run = start("dqn_cartpole.py", *ENDLESS, "--timeout", "1")
-    status, output = run.end()
+def test_gives_up_in_time(example):
+    status, output = example("dqn_cartpole.py", *ENDLESS, "--timeout", "1").end()
     assert status == 1 and "gave up" in output, output
 
 
-def test_ctrl_c_ends_everything_without_a_traceback(start):
-    run = start("dqn_cartpole.py", *ENDLESS)
+def test_ctrl_c_ends_everything_without_a_traceback_and_a_watcher_sees_it_end(example):
+    run = example("dqn_cartpole.py", *ENDLESS)
     run.wait_rows(300).close()
+    watcher = subprocess.Popen([sys.executable, EXAMPLES / "attach_and_watch.py", run.name], stdout=subprocess.PIPE, text=True)
+    seen = [watcher.stdout.readline() for _ in range(4)]
     os.killpg(run.group, signal.SIGINT)  # a terminal sends it to all of them
     status, output = run.end()
     assert status == 130 and "interrupted" in output and "Traceback" not in output, output
+    rest, _ = watcher.communicate()
+    assert watcher.returncode == 0 and rest.endswith(f"{run.name} is gone\n"), rest
+    assert "of 100,000 rows" in seen[0] and "collectors" in seen[0] and "rows/s" in seen[2], seen
+    assert "observation [64, 4]" in seen[1] and "next/terminated [64]" in seen[1], seen
 
 
-def test_vectorised_rows_never_lead_from_one_episode_into_the_next(start):
+def test_vectorised_rows_never_lead_from_one_episode_into_the_next(example):
     """Every stored row obeys the pendulum's equations of motion, also past the automatic resets after 200 steps."""
-    run = start("sac_vector.py", *ENDLESS, "--warmup", "4000")
+    run = example("sac_vector.py", *ENDLESS, "--warmup", "4000")
     with run.wait_rows(2500) as buffer:  # 8 environments: more than one episode each
         rows = buffer.gather(np.arange(*buffer.window))
     os.killpg(run.group, signal.SIGINT)
@@ -132,16 +137,3 @@ def test_vectorised_rows_never_lead_from_one_episode_into_the_next(start):
     angle = np.arctan2(sin, cos) + 0.05 * new_speed
     assert np.allclose(after, np.stack([np.cos(angle), np.sin(angle), new_speed], 1), atol=1e-4)
     assert rows["next"]["done"].any() and not rows["next"]["terminated"].any()
-
-
-def test_watcher_looks_into_a_running_example(start, make_name):
-    run = start("dqn_cartpole.py", *ENDLESS)
-    run.wait_rows(300).close()
-    watcher = subprocess.Popen([sys.executable, EXAMPLES / "attach_and_watch.py", run.name], stdout=subprocess.PIPE, text=True)
-    seen = [watcher.stdout.readline() for _ in range(4)]
-    os.killpg(run.group, signal.SIGINT)
-    assert run.end()[0] == 130
-    rest, _ = watcher.communicate()
-    assert watcher.returncode == 0 and rest.endswith(f"{run.name} is gone\n"), rest
-    assert "of 100,000 rows  4 collectors" in seen[0] and "rows/s" in seen[2]
-    assert "observation [64, 4]" in seen[1] and "('next', 'terminated') [64]" in seen[1]
