@@ -121,7 +121,8 @@ class Buffer:
             max_collectors: how many handles can put at the same time.
             ring_bytes: of each collector's ring; rounded up to a power of two. Default: 4 MiB, more for large rows.
             full: what a put does when its ring is full: ``"block"`` (up to ``timeout``), ``"error"`` (RingFull at once),
-                ``"drop_newest"`` (what is being put), ``"drop_oldest"`` (what is in the ring). Drops are counted.
+                ``"drop_newest"`` (what is being put), ``"drop_oldest"`` (what is in the ring;
+                while whoever drains is stuck nobody can, and the new rows go instead). Drops are counted.
             timeout: seconds that ``"block"`` waits; None: for ever.
             mode, group: permissions of the segment; world access is refused.
             drain: who moves rows from the rings into the buffer: a ``"thread"`` of this process, a ``"process"`` of its own,

@@ -98,9 +98,10 @@ class Ticket:
 
     def _failed(self, status: str, timeout: float | None) -> None:
         if status == "timeout":
+            what = f"{self.rows:,} of {self._native.asked:,} rows are" if self._native.asked else "the emptying is"
             raise CommitPending(
-                f"{self.rows:,} of {self._native.asked:,} rows are in the ring but not committed after {timeout:.3g} s: they will be "
-                f"stored; .ticket waits for them. {writer_text(self._buffer)}",
+                f"{what} in the ring but not committed after {timeout:.3g} s: it will happen; .ticket waits for it. "
+                f"{writer_text(self._buffer)}",
                 self,
                 self.rows,
             )
