@@ -26,7 +26,7 @@ models: $(VENV)/.built  ## SPIN models and litmus tests
 	$(PY) tools/dev/models.py $(ARGS)
 
 native:  ## the C++ driver: plain, TSan, ASan+UBSan, clang
-	$(MAKE) -C tests/native run tsan asan clang
+	$(MAKE) -C tests/native run steps tsan asan clang
 
 aarch64:  ## the C++ driver cross-built, under qemu-user
 	$(MAKE) -C tests/native aarch64
@@ -41,7 +41,7 @@ clean:
 	rm -rf build dist $(VENV) $(BENCH) tests/native/out
 
 SOURCES = $(wildcard shmbuf/native/*.h shmbuf/native/*.cpp) CMakeLists.txt pyproject.toml requirements/dev.txt
-NATIVE  = -C build-dir=build/dev -C cmake.define.SHMBUF_FAILPOINTS=ON -C cmake.define.SHMBUF_WERROR=ON
+NATIVE  = -C build-dir=build/dev -C cmake.define.SHMBUF_FAILPOINTS=ON -C cmake.define.SHMBUF_WERROR=$(if $(CI),ON,OFF)
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)

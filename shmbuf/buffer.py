@@ -221,13 +221,19 @@ class Buffer:
         return self
 
     @classmethod
-    def attach(cls, name: str, *, owner: int | None = None, readonly: bool = False) -> Buffer:
+    def attach(
+        cls, name: str, *, owner: int | None = None, readonly: bool = False, timeout: float | None = 0.0
+    ) -> Buffer:
         """A handle on an existing buffer of this user, or of user ``owner`` if the mode lets us. Runs no code from it.
+
+        Args:
+            timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
 
         Raises:
             BufferNotFound, BufferFormatError, PermissionError
         """
-        return cls(name, segment.attach(name, owner=owner, readonly=readonly), owner=owner, readonly=readonly)
+        handle = segment.attach_within(timeout, name, owner=owner, readonly=readonly)
+        return cls(name, handle, owner=owner, readonly=readonly)
 
     def _start_draining(self) -> None:
         if self._drain == "thread":

@@ -70,6 +70,8 @@ def writer_text(buffer: Buffer) -> str:
     c = buffer._call("counters")
     pid = c["writer_pid"]
     if not c["writer_active"]:
+        if buffer._drain == "caller":
+            return 'this buffer is drained by its callers: drain(), extend() with full="block", or whoever waits.'
         last = f"pid {pid} did last" if pid else "nobody did yet"
         return f"nobody drains at this moment ({last}). Enlarge ring_bytes, or give the drain more of a core."
     state = segment.process_state(pid)

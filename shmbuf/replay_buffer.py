@@ -129,10 +129,17 @@ class ReplayBuffer:
     def _store(self, td: Any, timeout: float | None, *, wake: bool, wait: bool, single: bool = False) -> Any:
         """Lock, first build, room and commit share one timeout."""
         timeout, since = self.buffer.config["timeout"] if timeout is None else timeout, time.monotonic()
-        with self._alone(timeout):
-            ticket = self._storage.put(
-                td, wake=wake, timeout=left_of(timeout, since), single=single, priority_key=self._priority_key
-            )
+        if self._lock.acquire(blocking=False):  # the usual case, without the cost of a context manager
+            try:
+                ticket = self._storage.put(
+                    td, wake=wake, timeout=timeout, single=single, priority_key=self._priority_key
+                )
+            finally:
+                self._lock.release()
+        else:
+            with self._alone(timeout):
+                left = left_of(timeout, since)
+                ticket = self._storage.put(td, wake=wake, timeout=left, single=single, priority_key=self._priority_key)
         return ticket.wait(left_of(timeout, since)) if wait else ticket
 
     @contextlib.contextmanager

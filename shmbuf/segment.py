@@ -255,7 +255,10 @@ def _not_found_text(name: str, owner: int | None) -> str:
     text = f"no buffer named {name!r}"
     if others:
         text += f"; uid {', '.join(others)} has one: attach(name, owner=…)"
-    return text + f". Known: {', '.join(known[:20]) if known else 'none'}."
+    return (
+        text
+        + f". Known: {', '.join(known[:20]) if known else 'none'}. To wait until somebody makes it: attach(name, timeout=…)."
+    )
 
 
 def attach(
@@ -314,6 +317,18 @@ def _open_twice(shm_name: str, readonly: bool) -> list[int]:
 def _open(shm_name: str, readonly: bool) -> int:
     """posix_ipc with size 0: any other size would resize everybody's segment."""
     return posix_ipc.SharedMemory(shm_name, read_only=readonly).fd if readonly else posix_ipc.SharedMemory(shm_name).fd
+
+
+def attach_within(timeout: float | None, name: str, **how: Any) -> Any:
+    """`attach`, waiting up to ``timeout`` seconds (None: for ever) for the name to exist."""
+    give_up = None if timeout is None else time.monotonic() + timeout
+    while True:
+        try:
+            return attach(name, **how)
+        except BufferNotFound:
+            if give_up is not None and time.monotonic() >= give_up:
+                raise
+            time.sleep(0.02)
 
 
 def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Schema:
@@ -392,7 +407,7 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
             live = [m for m in handle.members() if m["alive"] and m["pid"] != os.getpid()]
             who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8])
-            who = who or "this process, or a read-only handle of another"
+            who = who or "this process (.close() its handles first), or a read-only handle of another"
             raise BufferInUse(
                 f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
                 f"`shminfo rm --force {name}` to take it from under them."

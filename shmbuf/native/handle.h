@@ -88,7 +88,8 @@ class Handle {
     static Use *&innermost() { static thread_local Use *u = nullptr; return u; }
     explicit Use(Handle &handle) : h(handle), outer(innermost()) {
       h.uses_.fetch_add(1, seq_cst);
-      Status why = h.forked_ ? Status::forked : h.closed() ? Status::closed : Status::ok;
+      // seq_cst both: pairs with close(), which stores closed_ and then looks at uses_.
+      Status why = h.forked_ ? Status::forked : h.closed_.load(seq_cst) ? Status::closed : Status::ok;
       if (why != Status::ok) {
         h.leave();
         throw Gone{why};
@@ -217,6 +218,7 @@ class Handle {
       if (Status s = abandoned(deadline, check); s != Status::ok) return s;
       store(slot.wait, 1u, relaxed);
       fence(seq_cst);  // pairs with publish() in transaction.h
+      role_.help(met);  // once more, armed: a hand-over before we were would have woken nobody (models/role.pml -DRETRY)
       if (!met()) futex_wait(slot.wait, 1, deadline);
     }
   }
@@ -264,11 +266,13 @@ class Handle {
       u32 &word = built ? s_.control().data_wait : s_.control().ready_wait;
       store(word, 1u, relaxed);
       fence(seq_cst);  // pairs with publish() in transaction.h and build() in segment.h
+      if (built) role_.help([&] { return size() >= rows; });  // once more, armed: see wait()
       if (built ? size() < rows : load(s_.control().state, acquire) != kReady) futex_wait(word, 1, deadline);
     }
   }
   template <class Check>
   Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
+    if (destroyed()) return Status::destroyed;  // a learner that only samples must hear of it, too
     if (!ready()) return Status::empty;
     u64 patience = 0;
     for (;;) {
@@ -441,6 +445,7 @@ class Handle {
       if (out != Status::ok) break;
       store(slot.wait, 1u, relaxed);
       fence(seq_cst);  // pairs with publish() in transaction.h
+      role_.help(room);  // once more, armed: see wait()
       if (!room()) futex_wait(slot.wait, 1, patience);
     }
     bump(slot.blocked_ns, now_ns() - began);
@@ -490,6 +495,7 @@ class Handle {
       if (idle < 8) return h.nap(100'000);
       store(c.writer_wait, 1u, relaxed);
       fence(seq_cst);  // pairs with put(): publish; fence; wake_if_armed
+      if (out == WriterRole::Outcome::busy) out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });  // once more, armed
       if (out == WriterRole::Outcome::busy || !Writer::runnable(h.s_)) futex_wait(c.writer_wait, 1);
     }
   };

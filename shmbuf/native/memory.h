@@ -3,6 +3,7 @@
 // because std::atomic::wait uses FUTEX_PRIVATE and would never wake another process.
 #pragma once
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <climits>
 #include <cstdint>
@@ -42,6 +43,17 @@ template <class T> T fetch_add(T &word, T value, std::memory_order order) {
 }
 template <class T> bool compare_exchange(T &word, T &expected, T desired, std::memory_order order) {
   return std::atomic_ref<T>(word).compare_exchange_strong(expected, desired, order, relaxed);
+}
+// Two words changed together: cmpxchg16b, casp or ldxp/stxp. Not std::atomic_ref: of 16 bytes it calls libatomic, whose locks
+// another process does not see. Each half may be loaded alone; seq_cst.
+#if !defined(__GCC_HAVE_SYNC_COMPARE_AND_SWAP_16) && !defined(__aarch64__)
+#error "a 16-byte compare-and-swap is needed: build with -mcx16"
+#endif
+struct alignas(16) Pair { u64 low, high; };
+static_assert(std::endian::native == std::endian::little);
+inline bool compare_exchange(Pair &word, Pair expected, Pair desired) {
+  using u128 = unsigned __int128;
+  return __sync_bool_compare_and_swap(reinterpret_cast<u128 *>(&word), std::bit_cast<u128>(expected), std::bit_cast<u128>(desired));
 }
 // A counter with one mutating process: no read-modify-write needed, readers in other processes see whole values.
 template <class T> void bump(T &word, T by) { store<T>(word, load(word, relaxed) + by, relaxed); }

@@ -12,7 +12,7 @@
 //
 // All of refresh is seq_cst and its CAS is never skipped, even for an equal sum (tests/models/tree16.pml, tree.c: each fails
 // without). A tag repeats after 2^32 refreshes of one node. Zeroed memory is an empty tree. Rows of p = 0, and fresh ones,
-// are never drawn and never the minimum.
+// are never drawn and never the minimum. Exercised by tests/native; the transaction does not use it yet.
 #pragma once
 #include "failpoint.h"
 #include "layout.h"
@@ -21,20 +21,6 @@
 #include <limits>
 
 namespace shmbuf {
-
-// ---- belongs in memory.h, beside compare_exchange ---------------------------------------------------------------
-// Two words changed together: cmpxchg16b, casp or ldxp/stxp. Not std::atomic_ref: of 16 bytes it calls libatomic, whose locks
-// another process does not see. Each half may be loaded alone; seq_cst.
-#if !defined(__GCC_HAVE_SYNC_COMPARE_AND_SWAP_16) && !defined(__aarch64__)
-#error "a 16-byte compare-and-swap is needed: build with -mcx16"
-#endif
-struct alignas(16) Pair { u64 low, high; };
-static_assert(std::endian::native == std::endian::little);
-inline bool compare_exchange(Pair &word, Pair expected, Pair desired) {
-  using u128 = unsigned __int128;
-  return __sync_bool_compare_and_swap(reinterpret_cast<u128 *>(&word), std::bit_cast<u128>(expected), std::bit_cast<u128>(desired));
-}
-// ---- end --------------------------------------------------------------------------------------------------------
 
 class PriorityTree {
  public:

@@ -54,7 +54,10 @@ class WriterRole {
       give_back();
       if (!Writer::runnable(s_)) return out;
       // Work was seen, none was found, and again: what is seen is a damaged head_pub, not a record that has just come.
-      if (!moved && !met && ++idle_turns > 3) return out;
+      if (!moved && !met && ++idle_turns > 3) {
+        hand_over();
+        return out;
+      }
       if (met) {
         hand_over();
         return out;

@@ -12,6 +12,7 @@ models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models)
 
 
+@pytest.mark.timeout(600)  # each is limited in processor time
 @pytest.mark.parametrize("entry", [e for e in models.ENTRIES if not e.soak], ids=lambda e: e.name)
 def test_verdict(entry):
     if why := entry.missing():

@@ -427,3 +427,25 @@ def test_the_labels_in_the_headers_are_those_that_can_be_armed():
     }
     known = set(re.findall(r'"(\w+)"', (native / "failpoint.h").read_text().split("kNames[] = {")[1].split("};")[0]))
     assert used == {n for n in known if not n.startswith("tree_")}
+
+
+def test_attach_waits_for_a_name_that_comes(unique_name):
+    with pytest.raises(BufferNotFound, match="timeout="):
+        Buffer.attach(unique_name)
+    with pytest.raises(BufferNotFound):
+        Buffer.attach(unique_name, timeout=0.05)
+    code = "import sys\nfrom shmbuf import Buffer\nprint('waits', flush=True)\nprint(Buffer.attach(sys.argv[1], timeout=60).capacity)\n"
+    early = interpreter(code, unique_name)
+    assert early.stdout.readline() == "waits\n"
+    with Buffer.create(unique_name, 123, drain="caller"):
+        assert early.communicate(timeout=60)[0] == "123\n"
+    destroy(unique_name)
+
+
+def test_who_only_samples_hears_of_a_forced_destroy(unique_name):
+    with Buffer.create(unique_name, 100, schema=oracle.SCHEMA, drain="caller") as buffer, Buffer.attach(unique_name) as learner:
+        buffer.extend(oracle.make_rows(0, 0, 5))
+        oracle.check_rows(learner.draw(3)[0])
+        destroy(unique_name, force=True)
+        with pytest.raises(StorageLost):
+            learner.draw(3)
