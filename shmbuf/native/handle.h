@@ -371,7 +371,9 @@ class Handle {
     Registry registry(s_, lock_fd_);
     u32 index = 0;
     auto got = registry.claim_slot(me_, index);
-    for (int tries = 0; got == Registry::Claim::none_free && tries < 2; ++tries) {  // the dead hold slots until drained and swept
+    // The dead and the closed hold slots until these are drained and swept, perhaps by somebody who is at it just now.
+    for (int tries = 0; got == Registry::Claim::none_free && tries < 500 && (tries < 20 || registry.any_without_owner(slot_)); ++tries) {
+      if (tries >= 2) nap(1'000'000);
       help();
       registry.sweep(slot_);
       got = registry.claim_slot(me_, index);

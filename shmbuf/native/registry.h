@@ -160,6 +160,11 @@ class Registry {  // call with the handle's registry mutex held
     store(slot.word, make_word(word_incarnation(load(slot.word, relaxed)), kClosed), release);
     unlock_byte(fd_, lock_slot(i));
   }
+  bool any_without_owner(int own_slot) const {
+    for (u32 i = 0; i < s_.n_slots(); ++i)
+      if (int(i) != own_slot && !byte_is_held(fd_, lock_slot(i))) return true;
+    return false;
+  }
   u32 sweep(int own_slot) {
     u32 freed = 0, n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) {
