@@ -120,7 +120,6 @@ def fork_in_a_handler(name: str, what: str) -> None:
     def handler(*_):
         child[0] = os.fork()
         if child[0]:
-            os.kill(os.getpid(), 0)
             holder._handle.give_back_role()
 
     signal.signal(signal.SIGALRM, handler)
@@ -129,19 +128,15 @@ def fork_in_a_handler(name: str, what: str) -> None:
     try:
         if what == "extend":
             buffer.extend(oracle.make_rows(0, 0, 4), timeout=20)
-        elif what == "put":
+        else:
             for k in range(0, 200, 4):
                 buffer.put(oracle.make_rows(0, k, 4), timeout=20)
-        else:
-            buffer.wait_rows(1, 20)
     except Exception as e:
         assert os.getpid() != me, f"the parent: {e!r}"
         assert "forked" in str(e), e
     if os.getpid() != me:
         buffer.close()
         os._exit(0)
-    if what == "wait_rows":
-        return
     pid, status = os.waitpid(child[0], 0)
     assert (pid, status) == (child[0], 0)
     buffer.drain()
