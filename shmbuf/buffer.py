@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from shmbuf import failures, segment
+from shmbuf import failures, segment, streams
 from shmbuf._extension import native
 from shmbuf.errors import (
     BufferExists,
@@ -35,8 +35,9 @@ from shmbuf.errors import (
     ShmbufError,
     StorageLost,
 )
+from shmbuf.priorities import PriorityMethods, as_priorities, bad_priority
 from shmbuf.rows import as_arrays, conform, count
-from shmbuf.schema import Schema, flatten, nest
+from shmbuf.schema import Schema, flatten, nest, show_key
 from shmbuf.settings import DEFAULTS, FULL, check_settings
 from shmbuf.ticket import Nothing, Ticket, left_of, same_ids, seconds_of
 
@@ -55,7 +56,7 @@ def _as_ids(ids: Any) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
 
 
-class Buffer:
+class Buffer(PriorityMethods):
     """One attachment of this process to one named buffer. Made by :meth:`create` and :meth:`attach`.
 
     Rows are mappings of key to array, nested like the schema: ``{"obs": a, "next": {"obs": b}}``; ``("next", "obs")`` as a
@@ -70,6 +71,7 @@ class Buffer:
         self._owner, self._readonly, self._pid = owner, readonly, os.getpid()
         self._schema: Schema | None = None
         self._columns: Any = None
+        self.marks: Any = None  # Marks, with the schema
         self._standby = False
         self._owns = False
         self._drain_process: subprocess.Popen | None = None
@@ -108,6 +110,9 @@ class Buffer:
         group: str | int | None = None,
         drain: str = "thread",
         exists: str = "error",
+        trajectories: bool | None = None,
+        traj_key: Any = None,
+        end_keys: Any = None,
         config: Mapping[str, Any] | None = None,
     ) -> Buffer:
         """A new buffer, and a handle on it.
@@ -128,6 +133,12 @@ class Buffer:
             drain: who moves rows from the rings into the buffer: a ``"thread"`` of this process, a ``"process"`` of its own,
                 or only the ``"caller"`` that needs it (deterministic).
             exists: if the name is taken: ``"error"``, ``"attach"`` or ``"replace"`` (only when nobody is attached).
+            trajectories: whether rows remember their stream, for slices and trajectories (25 bytes a row). Default: if there
+                is an end key or a trajectory key.
+            traj_key: the column that names a row's trajectory. Default: ``("collector", "traj_ids")``, ``"episode"`` or
+                ``"traj_ids"``, whichever the schema has; with none, a collector's rows (of one ``stream=``) follow each other.
+            end_keys: columns of which a non-zero value ends a trajectory. Default: those of done, terminated, truncated under
+                ``"next"``, or else at the top.
             config: extra msgpack values for :attr:`config`.
 
         Raises:
@@ -141,7 +152,10 @@ class Buffer:
             if given is not None:
                 given.require_same(shown, "the example")
             given = given or shown
-        settings = {**(config or {}), "full": full, "timeout": timeout, "drain": drain}
+        marks = streams.settings(trajectories, traj_key, end_keys)
+        if given is not None:
+            streams.resolve(given, marks)
+        settings = {**(config or {}), "full": full, "timeout": timeout, "drain": drain, "streams": marks}
         try:
             blob = msgpack.packb(settings)
         except (TypeError, ValueError, OverflowError) as e:
@@ -325,6 +339,7 @@ class Buffer:
 
     def _use_schema(self, schema: Schema) -> None:
         self._columns = schema.native()
+        self.marks = streams.resolve(schema, self.config.get("streams") or {})
         self._header = self._handle.header
         self._schema = schema
 
@@ -376,11 +391,15 @@ class Buffer:
 
     # ---- putting ------------------------------------------------------------------------------------------------
 
-    def put(self, rows: Mapping, *, timeout: float | None = None) -> Ticket:
+    def put(
+        self, rows: Mapping, *, stream: Any = None, priorities: Any = None, timeout: float | None = None
+    ) -> Ticket:
         """Hand rows to the ring and return at once; blocks only while the ring is full (see ``full=``).
 
         Args:
             rows: arrays [n, *shape] of the schema's dtypes. Any strides and byte order; dtypes are never converted.
+            stream: whose next steps these rows are: one number, or one a row (a step of many environments). Default 0.
+            priorities: one number a row, or one for all, instead of the maximum; ignored unless the buffer keeps priorities.
             timeout: seconds, instead of the buffer's.
 
         Raises:
@@ -389,29 +408,60 @@ class Buffer:
             CommitPending: a put larger than the ring ran out of time: ``.rows`` of them are in.
             TooManyCollectors, ConcurrentUse, StorageLost, NotEnoughMemory
         """
-        return self._put(rows, True, timeout)
+        return self._put(rows, True, timeout, stream, priorities)
 
-    def extend(self, rows: Mapping, *, timeout: float | None = None) -> np.ndarray:
+    def extend(
+        self, rows: Mapping, *, stream: Any = None, priorities: Any = None, timeout: float | None = None
+    ) -> np.ndarray:
         """Put, wait for the commit, and return int64[n], the rows' ids."""
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
-        return self._put(rows, False, timeout).wait(left_of(timeout, since))
+        return self._put(rows, False, timeout, stream, priorities).wait(left_of(timeout, since))
 
-    def _put(self, rows: Mapping, wake: bool, timeout: float | None) -> Ticket:
+    def _put(
+        self, rows: Mapping, wake: bool, timeout: float | None, stream: Any = None, priorities: Any = None
+    ) -> Ticket:
         if self.schema is None:
             leaves = as_arrays(rows)
             if count(leaves) == 0:
                 return self._nothing()
             self._build(Schema.from_leaves(leaves, 1), "the first put", timeout)
-        if type(rows) is dict:
+        if type(rows) is dict and stream is None and priorities is None:
             ticket = self.submit(self._columns, rows, -2, wake=wake, timeout=timeout, tensors=False)
             if ticket is not None:
                 return ticket
         converted, n = conform(rows, self._schema)  # type: ignore[arg-type]
         if n == 0:
             return self._nothing()
-        ticket = self.submit(self._columns, converted, n, wake=wake, timeout=timeout, tensors=False)
+        extras = self.extras(n, stream, priorities)
+        ticket = self.submit(
+            self._columns, converted, n, wake=wake, timeout=timeout, tensors=False, extras=extras
+        )
         assert ticket is not None, "converted rows fit"
         return ticket
+
+    def extras(self, n: int, stream: Any, priorities: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """For the floors above: what comes with n rows, checked."""
+        of = leaves = None
+        if stream is not None:
+            self._require_streams()
+            of = np.asarray(stream)
+            if of.dtype.kind not in "iu" or of.shape not in ((n,), ()):
+                raise ValueError(
+                    f"stream of dtype {of.dtype} and shape {list(of.shape)} for {n} rows: one integer, or one for each"
+                )
+            of = np.ascontiguousarray(np.broadcast_to(of.astype(np.int64), (n,)))
+        if priorities is not None:
+            leaves = as_priorities(priorities, n).astype(np.float64, copy=False)
+        return of, leaves
+
+    def _require_streams(self) -> None:
+        assert self._schema is not None
+        if not self.marks.keep:
+            raise ValueError(
+                f"buffer {self.name!r} keeps no trajectories, so rows have no stream: create it with trajectories=True"
+            )
+        if self.marks.trajectory is not None:
+            raise ValueError(f"stream= is not needed: rows carry their trajectory in {show_key(self.marks.trajectory.key)}")
 
     def _nothing(self) -> Ticket:
         return Ticket(Nothing, self, same_ids)
@@ -426,6 +476,7 @@ class Buffer:
         timeout: float | None,
         tensors: bool,
         convert: Callable[[np.ndarray, int], Any] = same_ids,
+        extras: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
     ) -> Ticket | None:
         """For the floors above: put rows, as leaves in column order (a list), or nested as the schema.
 
@@ -433,7 +484,15 @@ class Buffer:
         """
         seconds = self._seconds if timeout is None else seconds_of(timeout)
         method = "put_leaves" if type(rows) is list else "put_tree"
-        t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors)
+        of, leaves = extras
+        with_them = (0 if of is None else _address(of), 0 if leaves is None else _address(leaves))
+        try:
+            t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors, *with_them)
+        except ValueError as e:
+            if leaves is None or not str(e).startswith("priority "):
+                raise
+            j = int(str(e).split()[1])
+            raise bad_priority(self, j, float(leaves[j])) from None
         if t is None:
             return None
         ticket = Ticket(t, self, convert)
@@ -462,18 +521,25 @@ class Buffer:
         seconds = seconds_of(timeout)
         if n < 0:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
-        if self.schema is None:
-            self.wait_rows(1, timeout)
-            assert self.schema is not None, "rows are stored, so there is a schema"
+        self._wait_schema(timeout)
         out, ids = self._outputs(n), np.empty(n, np.int64)
         self.draw_into(self._columns, [_address(a) for a in out], n, _address(ids), 0, seconds)
         return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
 
     def draw_into(self, columns: Any, addresses: list[int], n: int, ids: int, slots: int, seconds: float) -> None:
         """For the floors above: draw into packed memory. ids and (unless 0) slots are addresses of int64[n]."""
+        self._drawn(lambda left: self._call("draw", columns, addresses, n, ids, slots, left), n, seconds)
+
+    def _wait_schema(self, timeout: float | None) -> None:
+        if self.schema is None:
+            self.wait_rows(1, timeout)
+            assert self.schema is not None, "rows are stored, so there is a schema"
+
+    def _drawn(self, draw: Callable[[float], int], n: int, seconds: float) -> None:
+        """Draw, waiting for rows if there are none; an error that says why nothing can be drawn."""
         if not self._standby:
             self._become_reader()
-        status = self._call("draw", columns, addresses, n, ids, slots, seconds)
+        status = draw(seconds)
         while status != _OK:
             why = _STATUS[status]
             if why == "lapped":
@@ -486,12 +552,16 @@ class Buffer:
                     f"no row can be read: one transaction has been overwriting all {self.capacity:,} for "
                     f"{max(seconds, 1.0):g} s; {failures.writer_text(self)}"
                 )
+            if why == "no_priority":
+                raise RuntimeError(f"no row can be drawn: all {len(self):,} priorities are 0")
+            if why == "not_ready":
+                raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
             if why != "empty":
                 raise StorageLost(f"buffer {self.name!r} was {why} while rows were being drawn")
             if n == 0:
                 return
             self.wait_rows(1, seconds if seconds >= 0 else None)
-            status = self._call("draw", columns, addresses, n, ids, slots, seconds)
+            status = draw(seconds)
 
     def _become_reader(self) -> None:
         """A handle that samples keeps a standby: a sleeping thread that drains when rings hold rows and nobody does."""

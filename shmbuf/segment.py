@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgpack
 import posix_ipc
 
 from shmbuf._extension import native
@@ -26,6 +27,7 @@ from shmbuf.errors import (
     StorageLost,
 )
 from shmbuf.schema import Schema
+from shmbuf.streams import resolve
 
 SHM_DIR = "/dev/shm"
 MAX_MEMBERS = 256
@@ -337,6 +339,7 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
     Returns the buffer's schema. Raises SchemaError, NotEnoughMemory, StorageLost, RingFull (not within ``seconds``).
     """
     give_up = time.monotonic() + seconds if seconds >= 0 else None
+    marks = resolve(schema, msgpack.unpackb(handle.config).get("streams") or {})
     while not handle.ready:
         if handle.destroyed:
             raise StorageLost("the buffer was destroyed before it got its schema")
@@ -356,8 +359,9 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
             ring = native.ring_bytes(h["ring_bytes"], schema.row_bytes)
             rows = h["capacity"] * schema.row_bytes
             what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {ring:,},"
+            rows += native.bookkeeping_bytes(h["capacity"], marks.keep)
             require_memory(rows + ring, what)
-            if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns)):
+            if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native()):
                 if error == errno.EFBIG:
                     raise NotEnoughMemory(
                         f"{what} is larger than a file may be here (RLIMIT_FSIZE, `ulimit -f`). Nothing was built."

@@ -16,8 +16,8 @@ def check_settings(
     capacity: Any, max_collectors: int, ring_bytes: int | None, *, full: str, drain: str, exists: str
 ) -> None:
     """Raises ValueError naming the setting, its value and what is allowed."""
-    if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or not 0 < int(capacity) < 1 << 48:
-        raise ValueError(f"capacity={capacity!r}: a number of rows ≥ 1")
+    if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or not 0 < int(capacity) < 1 << 32:
+        raise ValueError(f"capacity={capacity!r}: a number of rows ≥ 1 and < {1 << 32:,}")
     for number, count in (("max_collectors", max_collectors), ("ring_bytes", 1 if ring_bytes is None else ring_bytes)):
         if isinstance(count, bool) or not isinstance(count, numbers.Integral):
             raise ValueError(f"{number}={count!r}: a whole number")

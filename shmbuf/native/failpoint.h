@@ -15,7 +15,9 @@ inline constexpr const char *kNames[] = {
     "txn_mid_row",    "txn_copied",    "txn_results",     "txn_committed",  "post_base",     "post_cursor",
     "post_head",      "post_woken",    "txn_done",        "role_released",  "clear_planned", "skip_planned",
     "build_locked",   "build_grown",   "build_described", "build_ready",    "sweep_locked",  "sweep_freed",
-    "slot_closing",   "close_drained"};
+    "slot_closing",   "close_drained", "txn_evicted",     "txn_linked",     "tree_kept",     "tree_leaf_read",
+    "tree_leaves_set", "tree_children_read", "tree_level_done", "link_evicted", "link_counted", "link_cleared", "link_bits", "link_stream", "link_settled", "link_chained",
+    "link_joined", "link_recycling", "link_recycled", "link_claimed"};
 
 enum class Action { none, kill, stop, sleep };
 struct State {

@@ -5,6 +5,7 @@
 //   G2  copy; fence(acquire); reserve.load: id + N < reserve → rejected   [pairs with T1's store and fence; models/reserve.c]
 #pragma once
 #include "layout.h"
+#include "random.h"
 #include <algorithm>
 #include <system_error>
 #include <thread>
@@ -31,33 +32,19 @@ struct OutColumn {
   u8 *data;           // packed: one value after another
 };
 
-inline u64 mix64(u64 x) {  // splitmix64's finaliser
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-struct Rng {  // splitmix64: one per call, seeded from (handle seed, call number), so threads share no state
-  u64 state;
-  u64 next() { return mix64(state += 0x9e3779b97f4a7c15ull); }
-  u64 below(u64 n) { return u64((static_cast<unsigned __int128>(next()) * n) >> 64); }
-};
-
 class Gather {
  public:
   Gather(const Segment &s, const OutColumn *columns, u32 n_columns) : s_(s), columns_(columns), n_columns_(n_columns) {}
 
-  // n rows drawn uniformly, with replacement, each from the window at its time. Returns how many were filled: fewer than n
-  // when nothing can be read now (empty, or one transaction overwrites everything) or the writer laps every try.
-  u64 draw(u64 n, Rng &rng, u64 *ids, bool &lapped) const {
+  // n rows that pick(from, k, ids) chooses: for draws [from, from + k) it stores k ids, or says how many it could. A row that was
+  // overwritten meanwhile is chosen again. Returns how many were filled: fewer than n when nothing can be drawn now (empty, or
+  // one transaction overwrites everything) or the writer laps every try.
+  template <class Pick> u64 draw(u64 from, u64 n, Pick &pick, u64 *ids, bool &lapped) const {
     lapped = false;
-    Window w = window(s_);
-    if (w.lo == w.hi) return 0;
-    for (u64 j = 0; j < n; ++j) ids[j] = w.lo + rng.below(w.hi - w.lo);
+    if (pick(from, n, ids) < n) return 0;
     return copy(n, ids, [&](u64 j) {
       for (int tries = 0; tries < 1000; ++tries) {
-        Window now = window(s_);
-        if (now.lo == now.hi) return false;
-        ids[j] = now.lo + rng.below(now.hi - now.lo);
+        if (!pick(from + j, 1, ids + j)) return false;
         if (copy_valid(ids[j], j)) return true;
       }
       lapped = true;
@@ -123,8 +110,9 @@ class Gather {
 };
 
 // A draw of many bytes is cut into parts of fixed size, each with its own random numbers, so that the same seed gives the same
-// rows however many threads copy. One core does not use all of the memory's bandwidth: two do.
-inline u64 draw_in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, u64 n, u64 seed, u64 *ids, bool &lapped) {
+// rows however many threads copy. One core does not use all of the memory's bandwidth: two do. new_pick(rng) makes a part's pick.
+template <class NewPick>
+u64 draw_in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, u64 n, u64 seed, NewPick new_pick, u64 *ids, bool &lapped) {
   constexpr u64 kPartBytes = 1 << 20, kMaxThreads = 4;
   const u64 part_rows = std::max<u64>(1, kPartBytes / s.row_bytes), parts = (n + part_rows - 1) / part_rows;
   u64 next = 0, filled = 0;
@@ -135,8 +123,9 @@ inline u64 draw_in_parts(const Segment &s, const OutColumn *columns, u32 n_colum
       u64 from = p * part_rows, k = std::min(part_rows, n - from);
       for (u32 c = 0; c < n_columns; ++c) mine[c].data = columns[c].data + from * columns[c].bytes;
       Rng rng{mix64(seed ^ mix64(p))};
+      auto pick = new_pick(rng);
       bool was_lapped;
-      fetch_add(filled, Gather(s, mine.data(), n_columns).draw(k, rng, ids + from, was_lapped), relaxed);
+      fetch_add(filled, Gather(s, mine.data(), n_columns).draw(from, k, pick, ids + from, was_lapped), relaxed);
       if (was_lapped) store(any_lapped, 1u, relaxed);
     }
   };

@@ -1,8 +1,8 @@
 // One attachment of one process to one segment: the mapping, the one descriptor that carries its locks, its ring, its tickets
 // and its drain thread. Everything above it (module.cpp, Python) only converts.
 #pragma once
-#include "gather.h"
 #include "role.h"
+#include "sampling.h"
 #include "segment.h"
 #include <deque>
 #include <memory>
@@ -15,9 +15,6 @@
 namespace shmbuf {
 
 enum class Full : u32 { block = 0, error = 1, drop_newest = 2, drop_oldest = 3 };
-enum class Status : int {
-  ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly, would_wait
-};
 struct Gone { Status why; };  // thrown by Use
 
 // The records of one put and, once committed, their first ids.
@@ -72,6 +69,7 @@ class Handle {
   bool forked() const { return forked_; }
   bool closed() const { return closed_.load(acquire); }
   const Segment &segment() const { return s_; }
+  Segment &segment() { return s_; }
   const Owner &me() const { return me_; }
   int slot() const { return slot_; }
   int member() const { return member_; }
@@ -116,9 +114,7 @@ class Handle {
     unlock_byte(lock_fd_, kLockBuild);
     building_.store(false, release);
   }
-  int build(const u8 *schema, u64 bytes, u64 row_bytes, u32 n_columns) {
-    return shmbuf::build(lock_fd_, s_, schema, bytes, row_bytes, n_columns);
-  }
+  int build(const u8 *schema, u64 bytes, const RowShape &row) { return shmbuf::build(lock_fd_, s_, schema, bytes, row); }
   bool refresh() {  // map rows and rings once somebody has built them
     if (load(s_.control().state, acquire) != kReady) return false;  // pairs with build() in segment.h
     std::lock_guard<std::mutex> guard(mutex_);
@@ -134,8 +130,7 @@ class Handle {
       throw;
     }
     file_ = file, file_bytes_ = bytes;
-    s_.capacity = h.capacity, s_.row_bytes = h.built.row_bytes, s_.ring_bytes = h.built.ring_bytes;
-    s_.rows = file + h.built.rows_offset, s_.rings = file + h.built.rings_offset;
+    describe(s_, file);
     ::close(map_fd_);
     map_fd_ = -1;
     built_.store(true, release);
@@ -148,16 +143,16 @@ class Handle {
   // check() is called between slices of a wait, with nothing locked; false abandons the wait.
   // may_wait false: would_wait, with nothing done, where the first record finds no room.
   template <class Check>
-  Status put(const Column *columns, u32 n_columns, u64 n_rows, Full full, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket,
+  Status put(const Column *columns, u32 n_columns, const Extras &extras, u64 n_rows, Full full, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket,
              Check check) {
     Putting mine(*this);
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
     ticket = std::make_shared<TicketState>();
-    u64 most = producer_.max_rows_per_record();
+    u64 most = producer_.max_rows_per_record(extras.flags());
     ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most);
     for (u64 from = 0; from < n_rows;) {
-      u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes);
+      u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes, extras.flags());
       if (destroyed()) return Status::destroyed;
       if (!producer_.has_room(need)) {
         if (!may_wait && !from) return Status::would_wait;
@@ -169,7 +164,7 @@ class Handle {
         }
       }
       harvest(need);
-      u64 at = producer_.tail(), end = producer_.publish_rows(columns, n_columns, from, n);
+      u64 at = producer_.tail(), end = producer_.publish_rows(columns, n_columns, extras, from, n);
       remember(ticket, {at, end, n, kPending});
       from += n;
     }
@@ -234,7 +229,7 @@ class Handle {
   }
   // One record that needs neither a wait nor a long copy, through a ring that is open.
   bool fits_at_once(u64 n, u64 most_bytes) const {
-    return producer_.is_open() && n * s_.row_bytes <= most_bytes && n <= producer_.max_rows_per_record();
+    return producer_.is_open() && n * s_.row_bytes <= most_bytes && n <= producer_.max_rows_per_record(kStreams | kLeaves);
   }
   bool resolve(TicketState &t) {
     std::lock_guard<std::mutex> guard(tickets_mutex_);
@@ -270,30 +265,21 @@ class Handle {
       if (built ? size() < rows : load(s_.control().state, acquire) != kReady) futex_wait(word, 1, deadline);
     }
   }
-  template <class Check>
-  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
-    if (destroyed()) return Status::destroyed;  // a learner that only samples must hear of it, too
-    if (!ready()) return Status::empty;
-    u64 patience = 0;
-    for (;;) {
-      bool lapped;
-      if (draw_in_parts(s_, columns, n_columns, n, mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))), ids, lapped) == n) return Status::ok;
-      if (lapped) return Status::lapped;
-      if (!may_wait) return Status::would_wait;
-      // Nothing can be read: empty, or one transaction is overwriting all there is. Help, then tell the two apart.
-      if (!readonly_) role_.help([&] { Window w = window(s_); return w.lo < w.hi; });
-      Window w = window(s_);
-      if (w.lo < w.hi) continue;
-      if (w.live_lo == w.hi) return Status::empty;
-      if (!patience) patience = std::max(deadline, now_ns() + 1'000'000'000);  // a transaction is short, unless its writer is stopped
-      if (Status s = abandoned(patience, check); s != Status::ok) return s;
-      nap(50'000);
-    }
-  }
-  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done) {
-    return Gather(s_, columns, n_columns).fetch(n, ids, done);
-  }
+  Sampling<Handle> sampling() { return Sampling<Handle>(*this); }
+  u64 next_seed() { return mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))); }
   void seed(u64 value) { seed_ = value, calls_.store(0, relaxed); }
+  bool readonly() const { return readonly_; }
+  template <class Enough> void help_until(Enough enough) {
+    if (!readonly_) role_.help(enough);
+  }
+  template <class Check> Status abandoned(u64 deadline, Check check) {
+    if (closed()) return Status::closed;
+    if (destroyed()) return Status::destroyed;
+    if (now_ns() >= deadline) return Status::timeout;
+    if (!check()) return Status::interrupted;
+    return forked_ ? Status::forked : Status::ok;  // a handler may have forked: in the child this call is nobody's
+  }
+  void nap(u64 ns) { futex_wait(stop_, 0, kForever, ns); }
 
   // ---- draining ----
   // What the rings hold now; not what others go on putting.
@@ -410,13 +396,6 @@ class Handle {
     unmap();
     down_.store(true, release);
   }
-  template <class Check> Status abandoned(u64 deadline, Check check) {
-    if (closed()) return Status::closed;
-    if (destroyed()) return Status::destroyed;
-    if (now_ns() >= deadline) return Status::timeout;
-    if (!check()) return Status::interrupted;
-    return forked_ ? Status::forked : Status::ok;  // a handler may have forked: in the child this call is nobody's
-  }
   template <class Check> Status make_room(u64 need, Full full, u64 deadline, Check check) {
     if (full == Full::error) return Status::full;
     if (full == Full::drop_newest) return Status::dropped;
@@ -492,7 +471,7 @@ class Handle {
       }
       auto out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });
       idle = out == WriterRole::Outcome::worked ? 0 : idle + 1;
-      if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep();
+      if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep(), h.mender_.look(h.s_);
       // While rows keep coming, nap unarmed: producers then pay no wake-up, and one turn moves many records.
       if (idle < 8) return h.nap(100'000);
       store(c.writer_wait, 1u, relaxed);
@@ -512,13 +491,13 @@ class Handle {
         } else {
           nap(kSlice);
           if (ready() && Writer::runnable(s_)) help();
+          if (ready()) mender_.look(s_);
         }
       } catch (const std::exception &) {  // a damaged Built: readers and collectors report it; there is nothing to drain
         nap(kSlice);
       }
     }
   }
-  void nap(u64 ns) { futex_wait(stop_, 0, kForever, ns); }
   void stop_thread() {
     {
       std::lock_guard<std::mutex> guard(mutex_);
@@ -590,6 +569,7 @@ class Handle {
   Producer producer_;
   struct Outstanding { u64 at; u32 piece; std::shared_ptr<TicketState> ticket; };
   std::deque<Outstanding> outstanding_;
+  TreeMender mender_;
   u64 stuck_at_ = 0, seed_ = 0;
   std::atomic<u64> calls_{0};
 };

@@ -10,7 +10,9 @@
 //   ---- config_bytes: the file ends here until a schema is known; `build` grows it in place ----
 //   …        schema blob         msgpack
 //   …        rows                capacity × row_bytes, a row's columns side by side (one page walk and few lines a row)
-//   …        rings               max_collectors × ring_bytes, sparse: memory comes when a collector claims one
+//   …        tree                priorities, about 11.5 bytes a row (priority_tree.h)
+//   …        links               streams and trajectories, about 24 bytes a row, if the buffer keeps them (links.h)
+//   …        rings               max_collectors × (ring_bytes + a table of streams), sparse: memory comes with a claim
 #pragma once
 #include "memory.h"
 
@@ -33,9 +35,12 @@ constexpr i64 lock_member(u32 i) { return kLockBase + 0x20000 + i; }
 enum Flags : u32 { kUnnamed = 1 };
 enum State : u32 { kConfig = 0, kReady = 1 };
 
+struct Field { u32 offset, bytes; };  // inside the row; no bytes: there is none
 struct Built {                    // known with the schema; guarded by its own checksum, published by Control.state
   u64 row_bytes, ring_bytes;      // row stride (multiple of 8); power of two
-  u64 schema_offset, schema_bytes, rows_offset, rings_offset, file_bytes;
+  u64 schema_offset, schema_bytes, rows_offset, tree_offset, links_offset, rings_offset, file_bytes;
+  u64 stream_entries;             // of each collector's table of streams, a power of two; 0: no trajectories are kept
+  Field ends[4], trajectory;      // a row with a non-zero byte in one of `ends` is its trajectory's last; the trajectory's id
   u32 n_columns, crc;             // crc over the fields above and the schema blob
 };
 struct Header {
@@ -52,6 +57,16 @@ struct Header {
   alignas(512) Built built;
 };
 static_assert(offsetof(Header, built) == 512 && sizeof(Header) == 1024);
+
+// ---- priorities: what the tree's leaves mean -------------------------------------------------------------------
+struct Priorities {
+  alignas(128) Pair formula;      // {−alpha, eps} as float64, eps negative: new rows at the live maximum; 0: none are kept
+  u32 ready;                      // the tree covers all rows; stored by the writer once it has made it so         writer
+  u32 highest;                    // float32: the largest leaf set since the last CLEAR, 0: none                   anyone, by CAS
+  alignas(128) u64 begun, ended;  // updates: more begun than ended for a while = one died between leaf and root   anyone
+  u64 healed;                     // deaths of that kind that a scrub has mended                                   scrubber
+  u64 applied, stale, scrubs;     // rows                                                                          anyone
+};
 
 // ---- hot words -------------------------------------------------------------------------------------------------
 struct Control {
@@ -71,6 +86,8 @@ struct Control {
   alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
   u32 writer_member;
   u64 writer_start_ticks, takeovers, transactions, last_transaction_ns;
+  u64 streams_cut;                // trajectories ended because a collector's table of streams was full
+  Priorities priorities;
 };
 static_assert(sizeof(Control) <= kPage);
 
@@ -126,7 +143,10 @@ static_assert(sizeof(CommitBlock) == 128);
 
 // ---- ring record -----------------------------------------------------------------------------------------------
 enum RecordKind : u32 { kRows = 1, kClear = 2 };
-enum RecordFlags : u32 { kKeepWriteCount = 1 };  // CLEAR: empty(empty_write_count=False)
+enum RecordFlags : u32 {
+  kKeepWriteCount = 1,            // CLEAR: empty(empty_write_count=False)
+  kStreams = 2, kLeaves = 4,      // ROWS: after the rows, a u64 each (its stream); then a float each (its priority's leaf)
+};
 struct Record {                   // followed by n_rows × row_bytes; a multiple of 32 bytes, so a header never straddles the end
   u64 bytes;                      // of the whole record
   u32 kind, flags;
@@ -137,7 +157,10 @@ inline constexpr u64 kRecordAlign = 32;
 static_assert(sizeof(Record) == kRecordAlign);
 inline constexpr u64 kPending = ~0ull, kDropped = ~0ull - 1;
 
-constexpr u64 record_bytes(u64 n_rows, u64 row_bytes) { return align_up(sizeof(Record) + n_rows * row_bytes, kRecordAlign); }
+constexpr u64 row_share(u64 row_bytes, u32 flags) { return row_bytes + (flags & kStreams ? 8 : 0) + (flags & kLeaves ? 4 : 0); }
+constexpr u64 record_bytes(u64 n_rows, u64 row_bytes, u32 flags) {
+  return align_up(sizeof(Record) + n_rows * row_share(row_bytes, flags), kRecordAlign);
+}
 
 // ---- the mapped segment ----------------------------------------------------------------------------------------
 struct Segment {                  // addresses in this process; built by attach (handle.h), valid while mapped
@@ -152,14 +175,14 @@ struct Segment {                  // addresses in this process; built by attach 
     return *reinterpret_cast<CommitBlock *>(map + header().blocks_offset + (seq & 1) * header().block_bytes);
   }
   // Only after build:
-  u64 capacity = 0, row_bytes = 0, ring_bytes = 0;
-  u8 *rows = nullptr, *rings = nullptr;
+  u64 capacity = 0, row_bytes = 0, ring_bytes = 0, ring_stride = 0;
+  u8 *rows = nullptr, *tree = nullptr, *links = nullptr, *rings = nullptr;
   // Bounded by what is mapped, whatever a damaged word says.
   u32 n_slots() const {
     u32 n = load(control().n_slots, acquire), most = header().max_collectors;
     return n < most ? n : most;
   }
-  u8 *ring(u32 i) const { return rings + u64(i) * ring_bytes; }
+  u8 *ring(u32 i) const { return rings + u64(i) * ring_stride; }  // then its table of streams
   u8 *row(u64 id) const { return rows + (id % capacity) * row_bytes; }
 };
 

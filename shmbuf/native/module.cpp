@@ -4,6 +4,7 @@
 #include "leaves.h"
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -79,10 +80,22 @@ struct Ticket {
 // ---- the handle --------------------------------------------------------------------------------------------------------
 using H = std::shared_ptr<Handle>;
 
-Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake) {
+// Addresses of what comes with n rows, 0: nothing. Priorities are float64, as the user knows them.
+struct With { u64 streams = 0, priorities = 0; };
+
+Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake, const With &with) {
   Ticket t{h, nullptr, Status::ok};
+  Extras extras{reinterpret_cast<const u64 *>(with.streams), nullptr};
+  std::vector<float> leaves;
+  if (with.priorities && load(h->segment().control().priorities.formula.low, acquire)) {  // nobody draws by priority: nobody wants them
+    leaves.resize(n);
+    u64 bad;
+    if (h->sampling().leaves_of(reinterpret_cast<const double *>(with.priorities), n, leaves.data(), bad) != Status::ok)
+      throw nb::value_error(("priority " + std::to_string(bad)).c_str());
+    extras.leaves = leaves.data();
+  }
   // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
-  auto put = [&](bool may_wait) { return h->put(columns.data(), u32(columns.size()), n, Full(full), deadline_in(timeout), wake, may_wait, t.state, no_signal); };
+  auto put = [&](bool may_wait) { return h->put(columns.data(), u32(columns.size()), extras, n, Full(full), deadline_in(timeout), wake, may_wait, t.state, no_signal); };
   t.status = h->fits_at_once(n, kHoldGil) ? put(false) : Status::would_wait;
   if (t.status == Status::would_wait) {
     nb::gil_scoped_release r;
@@ -95,7 +108,7 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
   return t;
 }
 // nullopt: some leaf needs the slow path.
-std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *const *leaves, i64 n, u32 full, double timeout, bool wake, bool tensors) {
+std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *const *leaves, i64 n, u32 full, double timeout, bool wake, bool tensors, const With &with) {
   int lead = n >= 0;
   std::vector<Column> c(columns.leaves.size());
   Buffers buffers;
@@ -117,14 +130,16 @@ std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *
       return std::nullopt;
     }
   }
-  return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake);
+  return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake, with);
 }
-std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors) {
+std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors,
+                                 u64 streams, u64 priorities) {
   Handle::Use use(*h);
   if (leaves.size() != columns.leaves.size()) return std::nullopt;
-  return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors);
+  return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors, {streams, priorities});
 }
-std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle root, i64 n, u32 full, double timeout, bool wake, bool tensors) {
+std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle root, i64 n, u32 full, double timeout, bool wake, bool tensors,
+                               u64 streams, u64 priorities) {
   Handle::Use use(*h);
   std::vector<nb::object> owned;
   if (!find_leaves(columns, root.ptr(), tensors, owned)) return std::nullopt;
@@ -140,7 +155,7 @@ std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle ro
     n = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape.ptr(), 0));
   }
   if (n == 0) return std::nullopt;
-  return put_objects(h, columns, leaves.data(), n, full, timeout, wake, tensors);
+  return put_objects(h, columns, leaves.data(), n, full, timeout, wake, tensors, {streams, priorities});
 }
 // Where a TensorDict's own [n, *shape] tensors lie, to be written into. nullopt: they are not as they must be.
 std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle root, i64 n) {
@@ -170,36 +185,92 @@ std::vector<OutColumn> out_columns(const Columns &columns, const std::vector<u64
     out.push_back({columns.leaves[i].offset, columns.leaves[i].bytes, reinterpret_cast<u8 *>(addresses[i])});
   return out;
 }
-// Draw n rows into packed outputs; ids and slots are int64[n]. Returns a status.
-int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, double timeout) {
-  Handle::Use use(*h);
-  auto out = out_columns(columns, addresses);
-  auto *id = reinterpret_cast<u64 *>(ids);
-  u64 deadline = deadline_in(timeout);
-  Status s;
-  {
-    auto draw = [&](bool may_wait) { return h->draw(n, out.data(), u32(out.size()), id, deadline, may_wait, no_signal); };
-    s = h->ready() && n * h->segment().row_bytes <= kHoldGil ? draw(false) : Status::would_wait;
-    if (s == Status::would_wait) {
-      nb::gil_scoped_release r;
-      s = draw(true);
-    }
-    if (s == Status::ok && slots) {
-      auto *slot = reinterpret_cast<u64 *>(slots);
-      u64 capacity = h->segment().capacity;
-      for (u64 j = 0; j < n; ++j) slot[j] = id[j] % capacity;
-    }
+// Draw n rows into packed outputs; ids and slots are int64[n], weights float32[n]. Returns a status.
+template <class Draw> int draw_into(const H &h, u64 n, u64 ids, u64 slots, Draw draw) {
+  Status s = h->ready() && n * h->segment().row_bytes <= kHoldGil ? draw(false) : Status::would_wait;
+  if (s == Status::would_wait) {
+    nb::gil_scoped_release r;
+    s = draw(true);
+  }
+  if (s == Status::ok && slots) {
+    auto *id = reinterpret_cast<const u64 *>(ids);
+    auto *slot = reinterpret_cast<u64 *>(slots);
+    u64 capacity = h->segment().capacity;
+    for (u64 j = 0; j < n; ++j) slot[j] = id[j] % capacity;
   }
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);
+}
+int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, double timeout) {
+  Handle::Use use(*h);
+  auto out = out_columns(columns, addresses);
+  u64 deadline = deadline_in(timeout);
+  return draw_into(h, n, ids, slots, [&](bool may_wait) {
+    return h->sampling().draw(n, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids), deadline, may_wait, no_signal);
+  });
+}
+int draw_by_priority(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, u64 weights, double beta,
+                     bool stratified, bool by_batch, double timeout) {
+  Handle::Use use(*h);
+  auto out = out_columns(columns, addresses);
+  u64 deadline = deadline_in(timeout);
+  return draw_into(h, n, ids, slots, [&](bool may_wait) {
+    return h->sampling().draw_by_priority(n, {beta, stratified, by_batch}, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids),
+                                          reinterpret_cast<float *>(weights), deadline, may_wait, no_signal);
+  });
 }
 u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 done) {
   Handle::Use use(*h);
   if (!h->ready()) return 0;
   auto out = out_columns(columns, addresses);
   Ungil gil(n * h->segment().row_bytes > kHoldGil);
-  return h->fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(done));
+  return h->sampling().fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(done));
 }
+// (status, position of what is wrong); ids are u64[n], p float32 or float64[n], applied u8[n].
+nb::tuple set_priorities(const H &h, u64 ids, u64 p, u64 n, u32 itemsize, u64 applied) {
+  Handle::Use use(*h);
+  auto *id = reinterpret_cast<const u64 *>(ids);
+  auto *ok = reinterpret_cast<u8 *>(applied);
+  u64 bad = 0;
+  Status s = itemsize == 4 ? h->sampling().set_priorities(id, reinterpret_cast<const float *>(p), n, ok, bad)
+                           : h->sampling().set_priorities(id, reinterpret_cast<const double *>(p), n, ok, bad);
+  return nb::make_tuple(int(s), bad);
+}
+bool get_priorities(const H &h, u64 ids, u64 n, u64 out) {
+  Handle::Use use(*h);
+  if (!h->sampling().keeps_priorities()) return false;
+  h->sampling().get_priorities(reinterpret_cast<const u64 *>(ids), n, reinterpret_cast<double *>(out));
+  return true;
+}
+int keep_priorities(const H &h, double alpha, double eps, bool live_maximum, double timeout) {
+  Handle::Use use(*h);
+  u64 deadline = deadline_in(timeout);
+  Status s;
+  {
+    nb::gil_scoped_release r;
+    s = h->sampling().keep_priorities(alpha, eps, live_maximum, deadline, no_signal);
+  }
+  if (s == Status::interrupted) throw nb::python_error();
+  return int(s);
+}
+// None: nobody has asked for priorities.
+nb::object priorities(const H &h) {
+  Handle::Use use(*h);
+  const Priorities &w = h->segment().control().priorities;
+  if (!load(w.formula.low, acquire)) return nb::none();
+  const Formula f(w);
+  nb::dict d;
+  d["alpha"] = f.alpha, d["eps"] = f.eps, d["max_priority_within_buffer"] = f.live_maximum;
+  d["ready"] = h->sampling().keeps_priorities();
+  if (h->sampling().keeps_priorities()) {
+    auto sampling = h->sampling();
+    d["sum"] = sampling.tree().sum(), d["min"] = sampling.tree().min();
+    d["new_row"] = f.priority(first_leaf(w, f, sampling.tree()));
+  }
+  d["applied"] = load(w.applied, relaxed), d["stale"] = load(w.stale, relaxed), d["scrubs"] = load(w.scrubs, relaxed);
+  return d;
+}
+
 int wait_rows(const H &h, u64 rows, double timeout) {
   Handle::Use use(*h);
   u64 deadline = deadline_in(timeout);
@@ -364,7 +435,9 @@ NB_MODULE(SHMBUF_MODULE, m) {
     }
   });
   const char *statuses[] = {"ok", "full", "dropped", "closed", "destroyed", "forked", "concurrent", "none_free", "no_memory",
-                            "interrupted", "not_ready", "timeout", "empty", "lapped", "readonly", "would_wait"};
+                            "interrupted", "not_ready", "timeout", "empty", "lapped", "readonly", "would_wait",
+                            "no_priority", "other_formula", "bad_priority", "unknown_row"};
+  static_assert(std::size(statuses) == size_t(Status::unknown_row) + 1);
   nb::list status_list;
   for (auto *s : statuses) status_list.append(s);
   m.attr("STATUSES") = nb::tuple(status_list);
@@ -372,6 +445,8 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.attr("CREATOR") = int(kCreator), m.attr("READER") = int(kReader);
   m.attr("LOCK_PRESENCE") = kLockPresence, m.attr("LOCK_DESTROY") = kLockDestroy;
   m.def("config_bytes", &config_bytes, "max_collectors"_a, "max_members"_a, "config_bytes"_a);
+  m.def("bookkeeping_bytes", [](u64 capacity, bool trajectories) { return PriorityTree::bytes(capacity) + (trajectories ? Links::bytes(capacity) : 0); },
+        "capacity"_a, "trajectories"_a);
   m.def("ring_bytes", &choose_ring_bytes, "asked"_a, "row_bytes"_a);
   m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
   m.def("addresses_in", &addresses_in, "columns"_a, "root"_a, "n"_a);
@@ -448,15 +523,27 @@ NB_MODULE(SHMBUF_MODULE, m) {
       })
       .def("try_lock_build", [](const H &h) { Handle::Use use(*h); return h->try_lock_build(); })
       .def("unlock_build", [](const H &h) { Handle::Use use(*h); h->unlock_build(); })
-      .def("build", [](const H &h, nb::bytes schema, u64 row_bytes, u32 n_columns) {
+      .def("build", [](const H &h, nb::bytes schema, u64 row_bytes, u32 n_columns, bool trajectories, std::vector<std::pair<u32, u32>> ends,
+                       std::pair<u32, u32> trajectory) {
         Handle::Use use(*h);
+        RowShape row{row_bytes, n_columns, trajectories, {}, {trajectory.first, trajectory.second}};
+        if (ends.size() > std::size(row.ends)) throw nb::value_error("too many end columns");
+        for (size_t i = 0; i < ends.size(); ++i) row.ends[i] = {ends[i].first, ends[i].second};
         nb::gil_scoped_release r;
-        return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row_bytes, n_columns);
-      }, "schema"_a, "row_bytes"_a, "n_columns"_a)
-      .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a)
-      .def("put_tree", &put_tree, "columns"_a, "root"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a)
+        return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row);
+      }, "schema"_a, "row_bytes"_a, "n_columns"_a, "trajectories"_a, "ends"_a, "trajectory"_a)
+      .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0))
+      .def("put_tree", &put_tree, "columns"_a, "root"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0))
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a)
       .def("draw", &draw, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a)
+      .def("draw_by_priority", &draw_by_priority, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "weights"_a, "beta"_a, "stratified"_a,
+           "by_batch"_a, "timeout"_a)
+      .def("keep_priorities", &keep_priorities, "alpha"_a, "eps"_a, "live_maximum"_a, "timeout"_a)
+      .def("set_priorities", &set_priorities, "ids"_a, "p"_a, "n"_a, "itemsize"_a, "applied"_a)
+      .def("get_priorities", &get_priorities, "ids"_a, "n"_a, "out"_a)
+      .def_prop_ro("priorities", &priorities)
+      .def("scrub", [](const H &h) { Handle::Use use(*h); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
+      .def("check_tree", [](const H &h) { Handle::Use use(*h); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a)
       .def("seed", [](const H &h, u64 value) { h->seed(value); }, "value"_a)

@@ -3,7 +3,8 @@
 //
 //   leaf   {float32 p, u32 generation}             8 bytes, one per slot; p = -0.0 is fresh: evicted, not published yet
 //   node   {float64 sum, float32 min, u32 tag}     16 bytes, over 8 children; min is that of the positive ones, 0 if none
-//   level  0 over the leaves … the last is the root; each rounded up to whole lines, about 10.3 bytes a row in all
+//   top    {float32 max, u32 tag}                  8 bytes beside each node, kept only where new rows get the live maximum
+//   level  0 over the leaves … the last is the root; each rounded up to whole lines, about 11.5 bytes a row in all
 //
 //   writer    T2  evict: leaf.store {generation, -0.0}       the old row leaves, the new one cannot be drawn
 //             T6  publish: leaf.cas {generation, -0.0} → p   only what is still fresh: redone after a crash, never over a user's p
@@ -12,12 +13,13 @@
 //
 // All of refresh is seq_cst and its CAS is never skipped, even for an equal sum (tests/models/tree16.pml, tree.c: each fails
 // without). A tag repeats after 2^32 refreshes of one node. Zeroed memory is an empty tree. Rows of p = 0, and fresh ones,
-// are never drawn and never the minimum. Exercised by tests/native; the transaction does not use it yet.
+// are never drawn and never the minimum.
 #pragma once
 #include "failpoint.h"
 #include "layout.h"
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 
 namespace shmbuf {
@@ -29,37 +31,42 @@ class PriorityTree {
   static u64 bytes(u64 capacity) {
     u64 n = align_up(capacity * sizeof(u64), kLine);
     for (u64 c = parents(capacity);; c = parents(c)) {
-      n += align_up(c * sizeof(Pair), kLine);
+      n += align_up(c * sizeof(Pair), kLine) + align_up(c * sizeof(u64), kLine);
       if (c == 1) return n;
     }
   }
   // `memory`: bytes(capacity) of them, aligned to 128.
   PriorityTree(u8 *memory, u64 capacity) : capacity_(capacity), leaf_(reinterpret_cast<u64 *>(memory)) {
+    if (!capacity) return;  // not built yet
     memory += align_up(capacity * sizeof(u64), kLine);
     for (u64 c = parents(capacity);; c = parents(c)) {
-      level_[levels_] = reinterpret_cast<Pair *>(memory), count_[levels_++] = c;
+      level_[levels_] = reinterpret_cast<Pair *>(memory), count_[levels_] = c;
       memory += align_up(c * sizeof(Pair), kLine);
+      top_[levels_++] = reinterpret_cast<u64 *>(memory);
+      memory += align_up(c * sizeof(u64), kLine);
       if (c == 1) return;
     }
   }
-  void format() { std::memset(static_cast<void *>(leaf_), 0, bytes(capacity_)); }  // for memory that is not zero yet
+  void keep_max(bool yes) { keeps_max_ = yes; }  // all who change a tree agree
+  void format() { std::memset(static_cast<void *>(leaf_), 0, bytes(capacity_)); }  // for memory that may not be zero
 
   // ---- changing ----
-  // p^alpha of rows by id: finite, not negative. Returns to how many it was applied; the others have been overwritten.
-  u64 set(const u64 *ids, const float *p, u64 n) {
+  // Leaves of rows by id: finite, not negative. Of one row named twice the last stays. applied[j], if asked for: 0 where another
+  // row lies in the slot by now. Returns to how many it was applied.
+  u64 set(const u64 *ids, const float *p, u64 n, u8 *applied_to = nullptr) {
     u64 applied = 0, above[kBatch];
     for (u64 b = 0; b < n; b += kBatch) {
       u64 e = std::min(n, b + kBatch), m = 0;
       for (u64 j = b; j < e; ++j) {
         if (j + kAhead < e) __builtin_prefetch(&leaf_[ids[j + kAhead] % capacity_], 1);
         u64 slot = ids[j] % capacity_, g = generation(ids[j]), next = g | std::bit_cast<u32>(p[j] + 0.0f);  // -0.0 becomes 0
-        for (u64 seen = load(leaf_[slot], seq_cst); (seen & kGeneration) == g;) {
+        bool done = false;
+        for (u64 seen = load(leaf_[slot], seq_cst); !done && (seen & kGeneration) == g;) {
           FAILPOINT(tree_leaf_read);
-          if (compare_exchange(leaf_[slot], seen, next, seq_cst)) {
-            above[m++] = slot / kFanOut;
-            break;
-          }
+          done = compare_exchange(leaf_[slot], seen, next, seq_cst);
         }
+        if (done) above[m++] = slot / kFanOut;
+        if (applied_to) applied_to[j] = done;
       }
       FAILPOINT(tree_leaves_set);
       applied += m;
@@ -67,17 +74,25 @@ class PriorityTree {
     }
     return applied;
   }
-  // T2, by the writer, before a byte of the rows [first, first + n) is stored.
-  void evict(u64 first, u64 n) {
-    each_slot(first, n, [&](u64 slot, u64 g, u64) { store(leaf_[slot], g | kFresh, seq_cst); });
+  // T2, by the writer, before a byte of the rows [first, first + n) is stored. T6, after the commit, p: one for all (stride 0)
+  // or one a row (stride 1). Each is leaves, then refresh, which may be put off.
+  void evict_leaves(u64 first, u64 n) {
+    each_leaf(first, n, [&](u64 slot, u64 g, u64) { store(leaf_[slot], g | kFresh, seq_cst); });
   }
-  // T6, by the writer, after the commit. p: one for all (stride 0) or one a row (stride 1).
-  void publish(u64 first, const float *p, u64 stride, u64 n) {
-    each_slot(first, n, [&](u64 slot, u64 g, u64 j) {
+  void publish_leaves(u64 first, const float *p, u64 stride, u64 n) {
+    each_leaf(first, n, [&](u64 slot, u64 g, u64 j) {
       u64 fresh = g | kFresh;
       compare_exchange(leaf_[slot], fresh, g | std::bit_cast<u32>(p[j * stride] + 0.0f), seq_cst);
     });
   }
+  void refresh(u64 first, u64 n) {  // above the slots of these rows
+    n = std::min(n, capacity_);
+    u64 lo = first % capacity_, before_wrap = std::min(n, capacity_ - lo);
+    refresh_range(lo, lo + before_wrap);
+    refresh_range(0, n - before_wrap);
+  }
+  void evict(u64 first, u64 n) { evict_leaves(first, n), FAILPOINT(tree_leaves_set), refresh(first, n); }
+  void publish(u64 first, const float *p, u64 stride, u64 n) { publish_leaves(first, p, stride, n), FAILPOINT(tree_leaves_set), refresh(first, n); }
   // Refresh everything above slots [slot, slot + n), by default all. At rest this leaves no stale node, whoever died. Returns
   // how many nodes it changed.
   u64 scrub(u64 slot = 0, u64 n = ~0ull) {
@@ -89,6 +104,7 @@ class PriorityTree {
   // ---- looking ----
   double sum() const { return std::bit_cast<double>(load(root().low, seq_cst)); }
   float min() const { return low_float(load(root().high, seq_cst)); }  // the smallest positive p, 0 if there is none
+  float max() const { return low_float(load(top_[levels_ - 1][0], seq_cst)); }   // where it is kept
 
   // The priorities of rows by id; NaN if overwritten, -0.0 if not published yet.
   void get(const u64 *ids, u64 n, float *p) const {
@@ -129,6 +145,7 @@ class PriorityTree {
       for (u64 i = 0; i < count_[l]; ++i) {
         Pair is = level_[l][i], should = fold(l, i);
         wrong += is.low != should.low || u32(is.high) != u32(should.high);
+        wrong += keeps_max_ && low_float(top_[l][i]) != most(l, i);
       }
     return wrong;
   }
@@ -159,7 +176,16 @@ class PriorityTree {
     }
     return {std::bit_cast<u64>(sum), std::bit_cast<u32>(least)};
   }
-  bool refresh(u32 l, u64 i, u64 *changed) {
+  float most(u32 l, u64 i) const {
+    float most = 0;
+    for (u64 c = i * kFanOut; c < i * kFanOut + kFanOut; ++c) most = std::max(most, low_float(load(l ? top_[l - 1][c] : leaf_[c], seq_cst)));
+    return most;
+  }
+  bool refresh_top(u32 l, u64 i) {
+    u64 old = load(top_[l][i], seq_cst);
+    return compare_exchange(top_[l][i], old, ((old >> 32) + 1) << 32 | std::bit_cast<u32>(most(l, i)), seq_cst);
+  }
+  bool refresh_node(u32 l, u64 i, u64 *changed) {
     Pair &node = level_[l][i], old;
     old.low = load(node.low, seq_cst);
     old.high = load(node.high, seq_cst);  // the tag before the first child
@@ -170,7 +196,8 @@ class PriorityTree {
     return compare_exchange(node, old, now);
   }
   void refresh_twice(u32 l, u64 i, u64 *changed = nullptr) {
-    if (!refresh(l, i, changed)) refresh(l, i, changed);
+    if (!refresh_node(l, i, changed)) refresh_node(l, i, changed);
+    if (keeps_max_ && !refresh_top(l, i)) refresh_top(l, i);
   }
   void refresh_above(u64 *at, u64 n) {  // scattered: each parent once
     for (u32 l = 0; l < levels_; ++l) {
@@ -191,13 +218,9 @@ class PriorityTree {
       FAILPOINT(tree_level_done);
     }
   }
-  template <class Change> void each_slot(u64 first, u64 n, Change change) {
+  template <class Change> void each_leaf(u64 first, u64 n, Change change) {
     u64 j = n > capacity_ ? n - capacity_ : 0;  // of more rows than there are slots the last ones stay
-    u64 lo = (first + j) % capacity_, k = n - j, before_wrap = std::min(k, capacity_ - lo);
     for (; j < n; ++j) change((first + j) % capacity_, generation(first + j), j);
-    FAILPOINT(tree_leaves_set);
-    refresh_range(lo, lo + before_wrap);
-    refresh_range(0, k - before_wrap);
   }
 
   void prefetch_children(u32 l, u64 i) const {
@@ -233,8 +256,38 @@ class PriorityTree {
 
   u64 capacity_, *leaf_;
   Pair *level_[kMaxLevels] = {};
+  u64 *top_[kMaxLevels] = {};
   u64 count_[kMaxLevels] = {};
   u32 levels_ = 0;
+  bool keeps_max_ = false;
 };
+
+// ---- what a leaf means -------------------------------------------------------------------------------------------
+// leaf = (priority + eps)^alpha (Schaul et al. 2016 §3.3, with eps where TorchRL has it). Set once for the life of a buffer.
+struct Formula {
+  double alpha, eps;
+  bool live_maximum;  // new rows at the largest leaf there is, not at the largest there ever was
+  explicit Formula(const Priorities &w) {
+    alpha = -std::bit_cast<double>(load(w.formula.low, acquire));
+    double e = std::bit_cast<double>(load(w.formula.high, acquire));
+    eps = std::abs(e), live_maximum = std::signbit(e);
+  }
+  static Pair pack(double alpha, double eps, bool live_maximum) {  // −0.0 is not 0: no formula looks like none
+    return {std::bit_cast<u64>(-alpha), std::bit_cast<u64>(live_maximum ? -eps : eps)};
+  }
+  double leaf(double p) const { return alpha == 1 ? p + eps : alpha == 0.5 ? std::sqrt(p + eps) : std::pow(p + eps, alpha); }
+  double priority(float leaf) const {  // NaN with alpha 0, under which all leaves are 1
+    if (alpha == 0) return std::numeric_limits<double>::quiet_NaN();
+    return alpha == 1 ? leaf - eps : std::pow(double(leaf), 1 / alpha) - eps;
+  }
+};
+inline void raise_highest(Priorities &w, float leaf) {  // positive floats order as their bits
+  u32 bits = std::bit_cast<u32>(leaf);
+  for (u32 seen = load(w.highest, relaxed); seen < bits && !compare_exchange(w.highest, seen, bits, relaxed);) {}
+}
+inline float first_leaf(const Priorities &w, const Formula &f, const PriorityTree &tree) {
+  float highest = f.live_maximum ? tree.max() : std::bit_cast<float>(load(w.highest, relaxed));
+  return highest > 0 ? highest : float(f.leaf(1.0));
+}
 
 }  // namespace shmbuf

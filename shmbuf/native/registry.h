@@ -174,7 +174,7 @@ class Registry {  // call with the handle's registry mutex held
       u64 word = load(slot.word, acquire);
       FAILPOINT(sweep_locked);
       if (word_state(word) != kFree && drained(slot)) {
-        fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_bytes));
+        fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_stride));
         store(slot.word, make_word(word_incarnation(word), kFree), release);
         FAILPOINT(sweep_freed);
         ++freed;
@@ -186,10 +186,10 @@ class Registry {  // call with the handle's registry mutex held
 
  private:
   static bool drained(const Slot &slot) { return load(slot.head_pub, acquire) == load(slot.tail, acquire); }
-  i64 ring_offset(u32 i) const { return i64(s_.header().built.rings_offset + u64(i) * s_.ring_bytes); }
+  i64 ring_offset(u32 i) const { return i64(s_.header().built.rings_offset + u64(i) * s_.ring_stride); }
   int fund_ring(u32 i) {
-    int e = reserve_range(fd_, u64(ring_offset(i)), s_.ring_bytes);
-    if (e) fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_bytes));
+    int e = reserve_range(fd_, u64(ring_offset(i)), s_.ring_stride);
+    if (e) fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_stride));
     return e;
   }
   Segment &s_;

@@ -16,6 +16,12 @@ struct Column {  // one column of one record being put, or of one batch being re
   i64 stride;             // from one of the caller's rows to the next
 };
 
+struct Extras {           // what may come with rows: one value for each row of the put
+  const u64 *streams = nullptr;
+  const float *leaves = nullptr;
+  u32 flags() const { return (streams ? u32(kStreams) : 0u) | (leaves ? u32(kLeaves) : 0u); }
+};
+
 inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
   u64 o = at & (size - 1), first = n < size - o ? n : size - o;
   copy_bytes(ring + o, from, first);
@@ -35,7 +41,7 @@ class Producer {
   Slot &slot() const { return *slot_; }
   u64 tail() const { return tail_; }
   u64 size() const { return size_; }
-  u64 max_rows_per_record() const { return (size_ / 2 - sizeof(Record)) / row_bytes_; }
+  u64 max_rows_per_record(u32 flags) const { return (size_ / 2 - sizeof(Record)) / row_share(row_bytes_, flags); }
 
   bool has_room(u64 need) {                  // reads the writer's line only when the cached head is not enough
     if (tail_ + need - head_ <= size_) return true;
@@ -43,11 +49,11 @@ class Producer {
     return tail_ + need - head_ <= size_;
   }
 
-  // Rows [from, from + n) of the columns become one record. Call only after has_room(record_bytes(n)).
-  u64 publish_rows(const Column *columns, u32 n_columns, u64 from, u64 n) {
-    u64 bytes = record_bytes(n, row_bytes_);
+  // Rows [from, from + n) of the columns become one record. Call only after has_room(record_bytes(n, …)).
+  u64 publish_rows(const Column *columns, u32 n_columns, const Extras &extras, u64 from, u64 n) {
+    u64 bytes = record_bytes(n, row_bytes_, extras.flags());
     FAILPOINT(ring_reserved);
-    write_header({bytes, kRows, 0, n, kPending});
+    write_header({bytes, kRows, extras.flags(), n, kPending});
     u64 at = tail_ + sizeof(Record), o = at & (size_ - 1);
     FAILPOINT(ring_half_record);
     if (o + n * row_bytes_ <= size_) {
@@ -57,6 +63,9 @@ class Producer {
         for (u32 c = 0; c < n_columns; ++c)
           ring_write(ring_, size_, at + j * row_bytes_ + columns[c].offset, source(columns[c], from + j), columns[c].bytes);
     }
+    at += n * row_bytes_;
+    if (extras.streams) ring_write(ring_, size_, at, extras.streams + from, n * 8), at += n * 8;
+    if (extras.leaves) ring_write(ring_, size_, at, extras.leaves + from, n * 4);
     FAILPOINT(ring_copied);
     bump(slot_->put_rows, n);                // before tail: a kill in between counts rows that were never put, not the reverse
     return publish(bytes);

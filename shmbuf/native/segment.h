@@ -4,6 +4,8 @@
 //   format  (nameless file) header, control, tables → Python links the name                 nobody sees half of it
 //   build   BUILD byte → posix_fallocate → schema, Built → state.store(kReady, release)     killed half-way: done again
 #pragma once
+#include "links.h"
+#include "priority_tree.h"
 #include "registry.h"
 #include <array>
 #include <stdexcept>
@@ -42,20 +44,26 @@ struct ConfigLayout {
 };
 // ring_bytes 0: 4 MiB, or the power of two that holds eight rows, up to 64 MiB, but never less than two rows.
 inline u64 choose_ring_bytes(u64 asked, u64 row_bytes) {
-  u64 least = 2 * record_bytes(1, row_bytes), bytes = 4096;
+  u64 least = 2 * record_bytes(1, row_bytes, kStreams | kLeaves), bytes = 4096;
   u64 wish = asked ? asked : (8 * row_bytes > (4u << 20) ? (8 * row_bytes < (64u << 20) ? 8 * row_bytes : 64u << 20) : 4u << 20);
   if (wish < least) wish = least;
   while (bytes < wish) bytes *= 2;
   return bytes;
 }
+// A sixteenth of the ring for the table of streams: 16,384 of them beside 4 MiB.
+constexpr u64 choose_stream_entries(u64 ring_bytes) { return std::max<u64>(ring_bytes / 16 / sizeof(Stream), 256); }
 struct BuildLayout {
-  u64 schema, rows, rings, ring_bytes, file;
-  BuildLayout(const Header &h, u64 schema_bytes, u64 row_bytes) {
+  u64 schema, rows, tree, links, rings, ring_bytes, ring_stride, stream_entries, file;
+  BuildLayout(const Header &h, u64 schema_bytes, u64 row_bytes, bool trajectories) {
     ring_bytes = choose_ring_bytes(h.ring_bytes_asked, row_bytes);
+    stream_entries = trajectories ? choose_stream_entries(ring_bytes) : 0;
+    ring_stride = align_up(ring_bytes + stream_entries * sizeof(Stream), kPage);
     schema = h.config_bytes;
     rows = align_up(schema + schema_bytes, kPage);
-    rings = align_up(rows + h.capacity * row_bytes, kPage);
-    file = rings + u64(h.max_collectors) * ring_bytes;
+    tree = align_up(rows + h.capacity * row_bytes, kPage);
+    links = align_up(tree + PriorityTree::bytes(h.capacity), kPage);
+    rings = align_up(links + (trajectories ? Links::bytes(h.capacity) : 0), kPage);
+    file = rings + u64(h.max_collectors) * ring_stride;
   }
 };
 
@@ -108,16 +116,27 @@ inline void check_built(const Header &h, const u8 *file, u64 file_bytes) {
   auto bad = [](const std::string &what) { throw FormatError(what); };
   const Built &b = h.built;
   if (!b.row_bytes || b.row_bytes % 8 || b.row_bytes > kMaxRowBytes) bad("row_bytes: " + std::to_string(b.row_bytes));
-  if (b.ring_bytes & (b.ring_bytes - 1) || b.ring_bytes < 2 * record_bytes(1, b.row_bytes) || b.ring_bytes > kMaxRingBytes)
+  if (b.ring_bytes & (b.ring_bytes - 1) || b.ring_bytes < 2 * record_bytes(1, b.row_bytes, kStreams | kLeaves) || b.ring_bytes > kMaxRingBytes)
     bad("ring_bytes: " + std::to_string(b.ring_bytes));
   if (b.schema_bytes > file_bytes || h.capacity > (1ull << 62) / b.row_bytes) bad("schema_bytes or capacity: larger than the file");
-  BuildLayout at(h, b.schema_bytes, b.row_bytes);
-  if (b.schema_offset != at.schema || b.rows_offset != at.rows || b.rings_offset != at.rings || b.file_bytes != at.file ||
-      b.ring_bytes != at.ring_bytes)
+  BuildLayout at(h, b.schema_bytes, b.row_bytes, b.stream_entries != 0);
+  if (b.schema_offset != at.schema || b.rows_offset != at.rows || b.tree_offset != at.tree || b.links_offset != at.links ||
+      b.rings_offset != at.rings || b.file_bytes != at.file || b.ring_bytes != at.ring_bytes || b.stream_entries != at.stream_entries)
     bad("offsets: the built regions are not where their sizes put them");
+  for (const Field &f : {b.ends[0], b.ends[1], b.ends[2], b.ends[3], b.trajectory})
+    if (u64(f.offset) + f.bytes > b.row_bytes) bad("ends, trajectory: outside the row");
   if (file_bytes != b.file_bytes)
     bad("the file has " + std::to_string(file_bytes) + " bytes, its header says " + std::to_string(b.file_bytes));
   if (b.crc != built_crc(b, file + b.schema_offset)) bad("crc: the schema is damaged");
+}
+
+inline void describe(Segment &s, u8 *file) {  // where the built regions of a checked file lie in this process
+  const Header &h = s.header();
+  const Built &b = h.built;
+  s.capacity = h.capacity, s.row_bytes = b.row_bytes, s.ring_bytes = b.ring_bytes;
+  s.ring_stride = align_up(b.ring_bytes + b.stream_entries * sizeof(Stream), kPage);
+  s.rows = file + b.rows_offset, s.tree = file + b.tree_offset, s.links = b.stream_entries ? file + b.links_offset : nullptr;
+  s.rings = file + b.rings_offset;
 }
 
 inline u64 file_size(int fd) {
@@ -133,9 +152,15 @@ inline u8 *map_file(int fd, u64 bytes, bool readonly) {
 
 // The memory of a schema, reserved and described; call with the BUILD byte held and state still kConfig. 0 or an errno, and
 // then the file is as small as before.
-inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, u64 row_bytes, u32 n_columns) {
+struct RowShape {
+  u64 row_bytes;
+  u32 n_columns;
+  bool trajectories;  // keep links; `ends` and `trajectory` as in Built
+  Field ends[4], trajectory;
+};
+inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, const RowShape &row) {
   Header &h = s.header();
-  BuildLayout at(h, schema_bytes, row_bytes);
+  BuildLayout at(h, schema_bytes, row.row_bytes, row.trajectories);
   FAILPOINT(build_locked);
   if (ftruncate(fd, i64(h.config_bytes))) return errno;  // what a builder killed half-way left behind
   int e = reserve_range(fd, h.config_bytes, at.rings - h.config_bytes);
@@ -155,7 +180,11 @@ inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, u64 row
     if (ftruncate(fd, i64(h.config_bytes))) return errno;
     return e;
   }
-  Built b{row_bytes, at.ring_bytes, at.schema, schema_bytes, at.rows, at.rings, at.file, n_columns, 0};
+  Built b{};
+  b.row_bytes = row.row_bytes, b.ring_bytes = at.ring_bytes, b.schema_offset = at.schema, b.schema_bytes = schema_bytes;
+  b.rows_offset = at.rows, b.tree_offset = at.tree, b.links_offset = at.links, b.rings_offset = at.rings, b.file_bytes = at.file;
+  b.stream_entries = at.stream_entries, b.n_columns = row.n_columns, b.trajectory = row.trajectory;
+  std::copy(row.ends, row.ends + 4, b.ends);
   b.crc = built_crc(b, schema);
   std::memcpy(static_cast<void *>(&h.built), &b, sizeof b);
   FAILPOINT(build_described);

@@ -4,14 +4,22 @@
 //   plan    fill the next commit block: cursor, base, heads, ring order, skips     FAILPOINT plan_written
 //   seal    plan_seq.store(commit_seq + 1, release): from here on exactly this plan is run, by whoever comes
 //   T1      reserve.store(new cursor); fence(seq_cst)                              readers reject what may be half written
+//   T2      evict the old rows: leaves fresh, no longer any trajectory's last
 //   T3      copy rows ring → storage; the first id into each record's header
 //   T4      commit_seq.store(s + 1, release): ONE store moves the cursor and every ring's head
-//   T5…T7   base, cursor, head_pub of each ring; fence(seq_cst); wake              idempotent: redone while done_seq is behind
+//   T5      link the new rows into their streams; base, cursor
+//   T6      their priorities: drawn from now on
+//   T7      head_pub of each ring; fence(seq_cst); wake                            T5…T7 idempotent: redone while done_seq is behind
 //
 // Before T4 nothing moved: a successor finds the sealed plan, the same ring bytes (head_pub ≤ committed head always) and
 // writes the same rows to the same ids. After T4 only T5…T7 are left. tests/models/txn.pml has every interleaving.
 #pragma once
+#include "links.h"
+#include "priority_tree.h"
+#include "random.h"
+#include "registry.h"
 #include "ring.h"
+#include <vector>
 
 namespace shmbuf {
 
@@ -19,13 +27,16 @@ class Writer {
  public:
   static constexpr u64 kMaxBytes = 8u << 20;
 
-  explicit Writer(Segment &segment) : s_(segment), c_(segment.control()) {}
+  explicit Writer(Segment &segment)
+      : s_(segment), c_(segment.control()), tree_(segment.tree, segment.capacity), links_(segment.links, segment.capacity) {
+    if (keeps_priorities()) tree_.keep_max(Formula(c_.priorities).live_maximum);
+  }
 
   // On taking the role: finish what a dead holder committed but did not publish. True if there was anything of his.
   bool take_over() {
     u64 seq = load(c_.commit_seq, acquire);
     bool sealed = load(c_.plan_seq, acquire) == seq + 1, behind = load(c_.done_seq, acquire) != seq;
-    if (behind) publish(s_.block(seq), nullptr);
+    if (behind) publish(s_.block(seq), s_.block(seq - 1), true);  // the block before is whole: nobody has planned since
     return sealed || behind;
   }
 
@@ -34,6 +45,7 @@ class Writer {
     u64 seq = load(c_.commit_seq, relaxed);  // only the role's holder stores it
     CommitBlock &now = s_.block(seq), &next = s_.block(seq + 1);
     if (load(c_.plan_seq, acquire) != seq + 1) {
+      if (wanted(c_)) return keep_priorities(now);
       if (!plan(now, next)) return false;
       FAILPOINT(plan_written);
       store(c_.plan_seq, seq + 1, release);  // sealed
@@ -44,7 +56,7 @@ class Writer {
     FAILPOINT(txn_results);
     store(c_.commit_seq, seq + 1, release);  // T4
     FAILPOINT(txn_committed);
-    publish(next, &now);
+    publish(next, now, false);
     bump<u64>(c_.transactions, 1);
     store(c_.last_transaction_ns, now_ns(), relaxed);
     return true;
@@ -55,7 +67,7 @@ class Writer {
     u32 n = s.n_slots();
     for (u32 i = 0; i < n; ++i)
       if (load(s.slot(i).tail, acquire) != load(s.slot(i).head_pub, relaxed)) return true;
-    return false;
+    return wanted(s.control());
   }
 
  private:
@@ -69,7 +81,7 @@ class Writer {
     if (r.bytes > tail - at || r.bytes < sizeof(Record) || r.bytes > s_.ring_bytes / 2) return false;
     if (r.kind == kClear) return r.bytes == sizeof(Record);
     return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= s_.ring_bytes / s_.row_bytes &&
-           r.bytes == record_bytes(r.n_rows, s_.row_bytes);
+           !(r.flags & ~(kStreams | kLeaves)) && r.bytes == record_bytes(r.n_rows, s_.row_bytes, r.flags);
   }
   Record &record(u32 ring, u64 at) const { return record_at(s_.ring(ring), s_.ring_bytes, at); }
 
@@ -140,31 +152,44 @@ class Writer {
   }
 
   void run_clear(const CommitBlock &now, const CommitBlock &next) {
+    if (keeps_priorities()) {
+      tree_.evict(next.base, s_.capacity);  // every leaf gets the generation to come
+      store(c_.priorities.highest, 0u, relaxed);
+    }
+    if (keeps_links()) links_.clear();
     for (u32 i = 0; i < slots_of(next); ++i)
       for (u64 at = entry(now, i).head; at < next.slot[i].head; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
   }
-  void run_rows(const CommitBlock &now, const CommitBlock &next) {
-    if (load(c_.reserve, relaxed) < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back
-    fence(seq_cst);                                                                        // pairs with G2 in gather.h
-    FAILPOINT(txn_reserved);
+  // visit(ring, position, record, first id) for exactly the records that the plan has counted, in id order; kDropped for
+  // those that a skip passes.
+  template <class Visit> void each_record(const CommitBlock &now, const CommitBlock &next, Visit visit) {
     u64 id = now.cursor;
     const u32 n = slots_of(next);
     for (u32 d = 0; d < n; ++d) {
       u32 i = (next.start + d) % n;
       const BlockSlot &e = next.slot[i];
-      for (u64 at = entry(now, i).head; at < e.rows_end;) {  // exactly the records that the plan has counted
+      for (u64 at = entry(now, i).head; at < e.rows_end;) {
         Record &r = record(i, at);
-        if (!well_formed(r, at, e.rows_end) || id + r.n_rows > next.cursor + (at < e.skip_to ? r.n_rows : 0)) break;  // damaged since
-        if (at < e.skip_to) {
-          store(r.result, kDropped, relaxed);
-        } else {
-          store(r.result, id, relaxed);
-          copy_rows(i, at + sizeof(Record), r.n_rows, id);
-          id += r.n_rows;
-        }
+        const bool skipped = at < e.skip_to;
+        if (!well_formed(r, at, e.rows_end) || id + r.n_rows > next.cursor + (skipped ? r.n_rows : 0)) break;  // damaged since
+        visit(i, at, r, skipped ? kDropped : id);
+        if (!skipped) id += r.n_rows;
         at += r.bytes;
       }
     }
+  }
+  void run_rows(const CommitBlock &now, const CommitBlock &next) {
+    if (load(c_.reserve, relaxed) < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back
+    fence(seq_cst);                                                                        // pairs with G2 in gather.h
+    FAILPOINT(txn_reserved);
+    const u64 n = next.cursor - now.cursor;
+    if (keeps_links()) links_.evict(now.cursor, n);         // T2
+    if (keeps_priorities()) tree_.evict_leaves(now.cursor, n);  // the sums above stay too large until T6: a draw that meets them tries again
+    FAILPOINT(txn_evicted);
+    each_record(now, next, [&](u32 i, u64 at, Record &r, u64 id) {  // T3
+      store(r.result, id, relaxed);
+      if (id != kDropped) copy_rows(i, at + sizeof(Record), r.n_rows, id);
+    });
     FAILPOINT(txn_copied);
   }
   // Of a record longer than the capacity only the last rows are written; ids advance over the rest.
@@ -192,29 +217,113 @@ class Writer {
     }
   }
 
-  // T5…T7 of the committed block b. `before` tells which rings moved; without it (redo) every sleeper is looked at.
-  void publish(const CommitBlock &b, const CommitBlock *before) {
+  // T5…T7 of the committed block b. `redo`: it is not known who was woken, so everybody is.
+  void publish(const CommitBlock &b, const CommitBlock &before, bool redo) {
+    if (b.kind == kPlanRows && keeps_links()) link_rows(before, b);
     store(c_.base, b.base, release);       // base before cursor: readers load cursor before base
     FAILPOINT(post_base);
     store(c_.cursor, b.cursor, release);   // pairs with G1
     FAILPOINT(post_cursor);
+    if (b.kind == kPlanRows && keeps_priorities()) set_first_priorities(before, b);
     const u32 n = slots_of(b);
     for (u32 i = 0; i < n; ++i)
-      if (!before || entry(*before, i).head != b.slot[i].head) {
+      if (redo || entry(before, i).head != b.slot[i].head) {
         store(s_.slot(i).head_pub, b.slot[i].head, release);  // pairs with R1 in ring.h
         FAILPOINT(post_head);
       }
     fence(seq_cst);                        // also what lets a reader of the block notice that it is being rewritten
     wake_if_armed(c_.data_wait);
     for (u32 i = 0; i < n; ++i)
-      if (!before || entry(*before, i).head != b.slot[i].head) wake_if_armed(s_.slot(i).wait);
+      if (redo || entry(before, i).head != b.slot[i].head) wake_if_armed(s_.slot(i).wait);
     FAILPOINT(post_woken);
     store(c_.done_seq, b.seq, release);
     FAILPOINT(txn_done);
   }
 
+  // What comes after the rows of a record in its ring; aligned, so no value straddles the ring's end.
+  template <class T> T extra(u32 ring, u64 at) const { return *reinterpret_cast<const T *>(s_.ring(ring) + (at & (s_.ring_bytes - 1))); }
+  static u64 beyond(u64 n, u64 capacity) { return n > capacity ? n - capacity : 0; }  // first rows of a record that are not stored
+
+  // ---- streams ----
+  bool keeps_links() const { return s_.links != nullptr; }
+  void link_rows(const CommitBlock &before, const CommitBlock &b) {
+    const Built &built = s_.header().built;
+    const Links::Span span{before.cursor, std::max(b.base, b.cursor > s_.capacity ? b.cursor - s_.capacity : 0)};
+    u64 cut = 0;
+    each_record(before, b, [&](u32 i, u64 at, Record &r, u64 first) {
+      if (first == kDropped) return;
+      const u64 incarnation = word_incarnation(load(s_.slot(i).word, relaxed)), streams = at + sizeof(Record) + r.n_rows * s_.row_bytes;
+      const u64 skipped = beyond(r.n_rows, s_.capacity), from = first + skipped;
+      auto *table = reinterpret_cast<Stream *>(s_.ring(i) + s_.ring_bytes);
+      auto stream = [&](u64 j) -> u64 {
+        if (built.trajectory.bytes) return hash_bytes(s_.row(from + j) + built.trajectory.offset, built.trajectory.bytes);
+        return r.flags & kStreams ? extra<u64>(i, streams + (skipped + j) * 8) : 0;
+      };
+      cut += links_.append(table, built.stream_entries, span, from, r.n_rows - skipped,
+                           [&](u64 j) { return stream_key(incarnation, stream(j)); }, [&](u64 j) { return is_end(built, s_.row(from + j)); });
+    });
+    links_.settle();
+    if (cut) bump(c_.streams_cut, cut);
+    FAILPOINT(txn_linked);
+  }
+  static u64 stream_key(u64 incarnation, u64 stream) { return std::max<u64>(1, mix64(incarnation * 0x9e3779b97f4a7c15ull ^ mix64(stream))); }
+  static u64 hash_bytes(const u8 *p, u64 n) {
+    u64 h = n;
+    for (u64 word; n; p += std::min<u64>(n, 8), n -= std::min<u64>(n, 8)) word = 0, std::memcpy(&word, p, std::min<u64>(n, 8)), h = mix64(h ^ word);
+    return h;
+  }
+  static bool is_end(const Built &built, const u8 *row) {
+    for (const Field &f : built.ends)
+      for (u32 k = 0; k < f.bytes; ++k)
+        if (row[f.offset + k]) return true;
+    return false;
+  }
+
+  // ---- priorities ----
+  bool keeps_priorities() const { return load(c_.priorities.ready, relaxed) != 0; }  // only the role's holder stores it, between transactions
+  static bool wanted(const Control &c) { return load(c.priorities.formula.low, relaxed) && !load(c.priorities.ready, relaxed); }
+  // The first prioritised reader has come: every row there is gets the priority of a new one.
+  bool keep_priorities(const CommitBlock &now) {
+    const u64 lo = std::max(now.base, now.cursor > s_.capacity ? now.cursor - s_.capacity : 0), n = now.cursor - lo;
+    const Formula formula(c_.priorities);
+    tree_.keep_max(formula.live_maximum);
+    tree_.format();
+    tree_.evict_leaves(lo, n);
+    const float p = first_leaf(c_.priorities, formula, tree_);
+    tree_.publish(lo, &p, 0, n);
+    FAILPOINT(tree_kept);
+    store(c_.priorities.ready, 1u, release);  // pairs with Handle::keeps_priorities
+    return true;
+  }
+  void set_first_priorities(const CommitBlock &before, const CommitBlock &b) {
+    const float p = first_leaf(c_.priorities, Formula(c_.priorities), tree_);
+    float highest = 0;
+    std::vector<float> given;
+    each_record(before, b, [&](u32 i, u64 at, Record &r, u64 first) {
+      if (first == kDropped) return;
+      const u64 skipped = beyond(r.n_rows, s_.capacity), n = r.n_rows - skipped;
+      if (r.flags & kLeaves) {
+        u64 from = at + sizeof(Record) + r.n_rows * (s_.row_bytes + (r.flags & kStreams ? 8 : 0)) + skipped * 4;
+        given.resize(n);
+        for (u64 j = 0; j < n; ++j) {
+          float leaf = extra<float>(i, from + j * 4);
+          given[j] = leaf >= 0 && leaf <= std::numeric_limits<float>::max() ? leaf : p;  // a damaged ring
+          highest = std::max(highest, given[j]);
+        }
+        tree_.publish_leaves(first + skipped, given.data(), 1, n);
+      } else {
+        tree_.publish_leaves(first + skipped, &p, 0, n);
+      }
+    });
+    FAILPOINT(tree_leaves_set);
+    tree_.refresh(before.cursor, b.cursor - before.cursor);
+    raise_highest(c_.priorities, highest);
+  }
+
   Segment &s_;
   Control &c_;
+  PriorityTree tree_;
+  Links links_;
 };
 
 // A consistent copy of the numbers of the truth, for people and len(); false if transactions outran it (try again).

@@ -57,8 +57,9 @@ static int make_file() {  // formatted and built
   Segment s;
   s.map = map_file(fd, at.bytes, false);
   format(s.map, h, reinterpret_cast<const u8 *>("driver"), 6);
-  int e = build(fd, s, reinterpret_cast<const u8 *>("schema"), 6, g.row_bytes, u32(cuts.size() - 1));
+  int e = build(fd, s, reinterpret_cast<const u8 *>("schema"), 6, {g.row_bytes, u32(cuts.size() - 1), g.seed % 3 != 0, {{9, 1}}, {}});
   CHECK(e == 0, "build: %s", std::strerror(e));
+  if (g.seed % 2) s.control().priorities.formula = Formula::pack(0.6, 1e-8, g.seed % 4 == 1);
   munmap(s.map, at.bytes);
   return fd;
 }
@@ -68,9 +69,7 @@ static Segment map_segment(int fd) {
   s.mapped_bytes = file_size(fd), s.map = map_file(fd, s.mapped_bytes, false);
   check_header(s.map, s.mapped_bytes);
   check_built(s.header(), s.map, s.mapped_bytes);
-  const Built &b = s.header().built;
-  s.capacity = g.capacity, s.row_bytes = b.row_bytes, s.ring_bytes = b.ring_bytes;
-  s.rows = s.map + b.rows_offset, s.rings = s.map + b.rings_offset;
+  describe(s, s.map);
   return s;
 }
 
@@ -166,7 +165,7 @@ static void collector(Segment &s, int file, u64 life) {
     Producer p;
     p.open(slot, s.ring(i), s.ring_bytes, s.row_bytes);
     CHECK(load(slot.head_pub, acquire) == p.tail(), "slot %u was freed with undrained rows", i);
-    u64 most = p.max_rows_per_record(), acked = load(board->acked[i], acquire), skips = 0;
+    u64 most = p.max_rows_per_record(kStreams | kLeaves), acked = load(board->acked[i], acquire), skips = 0;
     u64 number = load(slot.stored_at_claim, relaxed) + load(slot.skipped_at_claim, relaxed);  // the one before may have been killed
     CHECK(number >= acked && number <= acked + (processes ? most : 0), "ring %u: %lu rows acknowledged, %lu there", i, acked, number);
     store(board->acked[i], number, release);
@@ -174,7 +173,11 @@ static void collector(Segment &s, int file, u64 life) {
     for (u64 records = 1 + rng.below(400); records && !stopped(); --records) {
       u64 dice = rng.below(100), n = dice < 70 ? 1 + rng.below(std::min<u64>(most, 4)) : dice < 96 ? 1 + rng.below((most + 3) / 4) : most;
       bool clear = rng.below(often_clears ? 12 : 400) == 0, drop_oldest = rng.below(4) == 0;
-      u64 need = clear ? sizeof(Record) : record_bytes(n, s.row_bytes);
+      std::vector<u64> streams(n);  // few streams, then more than a table holds
+      std::vector<float> leaves(n);
+      for (u64 j = 0; j < n; ++j) streams[j] = rng.below(rng.below(8) ? 3 : 5000), leaves[j] = float(rng.below(4));
+      const Extras extras{rng.below(2) ? streams.data() : nullptr, rng.below(2) ? leaves.data() : nullptr};
+      u64 need = clear ? sizeof(Record) : record_bytes(n, s.row_bytes, extras.flags());
       auto room = [&] { return p.has_room(need); };
       auto skip = [&] {
         if (drop_oldest) store(slot.skip_to, p.skip_target(need), release), ++skips, count(board->skips);
@@ -190,7 +193,7 @@ static void collector(Segment &s, int file, u64 life) {
         for (u64 j = 0; j < n; ++j) make_row(&staging[j * s.row_bytes], i, number + j);
         std::vector<Column> columns;
         for (u64 k = 0; k + 1 < cuts.size(); ++k) columns.push_back({cuts[k], cuts[k + 1] - cuts[k], &staging[cuts[k]], i64(s.row_bytes)});
-        end = p.publish_rows(columns.data(), u32(columns.size()), 0, n);
+        end = p.publish_rows(columns.data(), u32(columns.size()), extras, 0, n);
         store(board->acked[i], number += n, release);
         count(board->rows, n);
       }
@@ -225,7 +228,9 @@ static void reader(Segment &s, u64 life) {
     cursor = w.hi, reserve = r, base = b;
     if (rng.below(2)) {
       bool lapped;
-      got = gather.draw(n, rng, ids, lapped);
+      UniformPick pick{s, rng};
+      got = gather.draw(0, n, pick, ids, lapped);
+      rng.next();
       std::fill(valid, valid + got, u8(1));
       if (!got) usleep(100);
     } else {  // named ids: about the window, some long gone, some not there yet
@@ -278,6 +283,28 @@ static void rings() {
   }
   CHECK(stored == b.rows_total && skipped == b.skipped_total, "totals: stored %lu, skipped %lu", stored, skipped);
   if (!processes) CHECK(b.clears == board->clears, "%lu CLEARs put, %lu run", board->clears, b.clears);
+  const Window w = window(s);
+  if (load(s.control().priorities.ready, relaxed)) {
+    PriorityTree tree(s.tree, s.capacity);
+    tree.keep_max(Formula(s.control().priorities).live_maximum);
+    CHECK(tree.check() == 0, "%lu nodes of the tree differ from their children", tree.check());
+    for (u64 id = w.live_lo; id < w.hi; ++id) {
+      float p;
+      tree.get(&id, 1, &p);
+      CHECK(!std::signbit(p) && !std::isnan(p), "row %lu was left without a priority", id);
+    }
+  }
+  if (s.links) {
+    Links links(s.links, s.capacity);
+    u64 ends = 0, rows = 0;
+    CHECK(links.ends().check() == 0, "%lu counts of ends differ from their bits", links.ends().check());
+    links.for_each_end(w.live_lo, w.hi, [&](u64 id) {
+      ++ends;
+      for (u64 at = id; at != kNoRow; at = links.previous(at, w.live_lo)) ++rows;
+    });
+    CHECK(rows == w.hi - w.live_lo && ends == links.ends().count(), "%lu of %lu rows lie in a trajectory, %lu of %lu ends", rows, w.hi - w.live_lo, ends,
+          links.ends().count());
+  }
   Registry(s, shared.fd).sweep(-1);
   for (u32 i = 0; i < b.n_slots; ++i) CHECK(word_state(load(s.slot(i).word, acquire)) == kFree, "slot %u is never given back", i);
   munmap(s.map, s.mapped_bytes);
@@ -297,7 +324,7 @@ static void handles() {
       make_row(row.data(), u64(&at == &h), number);
       Column whole{0, g.row_bytes, row.data(), i64(g.row_bytes)};
       std::shared_ptr<TicketState> ticket;
-      Status s = at.put(&whole, 1, 1, Full::block, kForever, rng.below(2), true, ticket, go_on);
+      Status s = at.put(&whole, 1, {}, 1, Full::block, kForever, rng.below(2), true, ticket, go_on);
       if (s == Status::ok) count(board->rows);
       if (s == Status::ok && rng.below(8) == 0) s = at.wait(*ticket, kForever, go_on);
       CHECK(s == Status::ok || stopped(), "put or wait: status %d", int(s));
@@ -308,7 +335,7 @@ static void handles() {
     u64 ids[16];
     while (!stopped()) {
       if (at.wait_rows(1, kForever, go_on) != Status::ok) continue;
-      Status s = at.draw(16, batch.columns.data(), u32(batch.columns.size()), ids, kForever, true, go_on);
+      Status s = at.sampling().draw(16, batch.columns.data(), u32(batch.columns.size()), ids, kForever, true, go_on);
       CHECK(s == Status::ok || s == Status::lapped || stopped(), "draw: status %d", int(s));
       for (u64 j = 0; s == Status::ok && j < 16; ++j) batch.check(j, ids[j]);
     }

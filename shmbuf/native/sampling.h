@@ -1,0 +1,206 @@
+// What a reader does with one segment: draws rows, uniformly or by priority, and updates priorities. `Host` (handle.h) lends its
+// help, its waits and its random numbers.
+#pragma once
+#include "gather.h"
+#include "transaction.h"
+
+namespace shmbuf {
+
+enum class Status : int {
+  ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly,
+  would_wait, no_priority, other_formula, bad_priority, unknown_row
+};
+
+// Leaf and sums are changed one after another: an updater that dies between them leaves a stale path. He has begun an update
+// and not ended it: who sees such a one for a third of a second heals the whole tree.
+class TreeMender {
+ public:
+  void look(Segment &s) {
+    Priorities &w = s.control().priorities;
+    if (!load(w.ready, acquire)) return;
+    u64 ended = load(w.ended, acquire), begun = load(w.begun, acquire), open = begun - ended, healed = load(w.healed, relaxed), now = now_ns();
+    if (open <= healed || open < least_ || !since_) {
+      if (open < healed) compare_exchange(w.healed, healed, open, relaxed);  // one that was only slow
+      since_ = now, least_ = open;
+      return;
+    }
+    if (now - since_ < 300'000'000) return;
+    PriorityTree tree(s.tree, s.capacity);
+    tree.keep_max(Formula(w).live_maximum);
+    tree.scrub();
+    compare_exchange(w.healed, healed, least_, relaxed);
+    fetch_add<u64>(w.scrubs, 1, relaxed);
+    since_ = 0;
+  }
+
+ private:
+  u64 since_ = 0, least_ = 0;
+};
+
+struct UniformPick {
+  const Segment &s;
+  Rng rng;
+  u64 operator()(u64, u64 k, u64 *ids) {
+    const Window w = window(s);
+    if (w.lo == w.hi) return 0;
+    for (u64 j = 0; j < k; ++j) ids[j] = w.lo + rng.below(w.hi - w.lo);
+    return k;
+  }
+};
+struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
+  const Segment &s;
+  const PriorityTree &tree;
+  Rng rng;
+  float *leaves;
+  u64 of;
+  bool stratified;
+  u64 operator()(u64 from, u64 k, u64 *ids) {
+    constexpr u64 kAtOnce = 64;
+    double u[kAtOnce];
+    for (u64 b = 0; b < k; b += kAtOnce) {
+      const u64 m = std::min(kAtOnce, k - b);
+      for (u64 j = 0; j < m; ++j) u[j] = stratified ? (double(from + b + j) + rng.unit()) / double(of) : rng.unit();
+      const u64 got = tree.draw(load(s.control().cursor, acquire), u, m, ids + b, leaves + from + b);
+      if (got < m) return b + got;
+    }
+    return k;
+  }
+};
+
+template <class Host> class Sampling {
+ public:
+  explicit Sampling(Host &host) : h_(host), s_(host.segment()), tree_(s_.tree, s_.capacity) {
+    if (keeps_priorities()) tree_.keep_max(Formula(words()).live_maximum);
+  }
+
+  // ---- drawing ----
+  template <class Check>
+  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
+    return draw_with([&](Rng rng) { return UniformPick{s_, rng}; }, [&] { Window w = window(s_); return w.lo < w.hi; }, n, columns, n_columns, ids,
+                     deadline, may_wait, check);
+  }
+  struct Weighting { double beta; bool stratified, by_batch; };
+  // As draw; each row with probability leaf / sum. weight = (p / p_min)^-beta, p_min of the buffer, or of the batch.
+  template <class Check>
+  Status draw_by_priority(u64 n, const Weighting &how, const OutColumn *columns, u32 n_columns, u64 *ids, float *weights, u64 deadline, bool may_wait,
+                          Check check) {
+    if (h_.ready() && !keeps_priorities()) return Status::not_ready;
+    auto any = [&] { return tree_.sum() > 0; };
+    Status out = draw_with([&](Rng rng) { return PriorityPick{s_, tree_, rng, weights, n, how.stratified}; }, any, n, columns, n_columns, ids,
+                           deadline, may_wait, check);
+    if (out == Status::ok && n) weigh(weights, n, how);
+    return out;
+  }
+  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done) {
+    return Gather(s_, columns, n_columns).fetch(n, ids, done);
+  }
+
+  // ---- priorities ----
+  bool keeps_priorities() const { return h_.ready() && load(words().ready, acquire); }
+  // Until the tree covers every row, whoever has to make it so.
+  template <class Check> Status keep_priorities(double alpha, double eps, bool live_maximum, u64 deadline, Check check) {
+    const Pair want = Formula::pack(alpha, eps, live_maximum), none{};
+    Pair &word = words().formula;
+    if (!load(word.low, acquire)) {
+      if (h_.readonly()) return Status::readonly;
+      compare_exchange(word, none, want);
+    }
+    if (load(word.low, acquire) != want.low || load(word.high, relaxed) != want.high) return Status::other_formula;
+    while (h_.ready() && !keeps_priorities()) {
+      h_.help_until([&] { return keeps_priorities(); });
+      if (keeps_priorities()) break;
+      if (Status s = h_.abandoned(deadline, check); s != Status::ok) return s;
+      h_.nap(200'000);
+    }
+    return Status::ok;
+  }
+  // All or nothing: `bad` is the position of what cannot be taken. applied[j] = 0: the row has been overwritten.
+  template <class Number> Status leaves_of(const Number *p, u64 n, float *leaves, u64 &bad) const {
+    const Formula f(words());
+    for (u64 j = 0; j < n; ++j) {
+      const double v = double(p[j]), leaf = f.leaf(v);
+      leaves[j] = float(leaf);
+      // neither may p^alpha leave the float range, nor a row that is to be drawn become one that is not
+      if (!(v >= 0) || !std::isfinite(v) || !std::isfinite(leaves[j]) || (leaf > 0 && leaves[j] == 0)) return bad = j, Status::bad_priority;
+    }
+    return Status::ok;
+  }
+  template <class Number> Status set_priorities(const u64 *ids, const Number *p, u64 n, u8 *applied, u64 &bad) {
+    if (h_.readonly()) return Status::readonly;
+    if (!keeps_priorities()) return Status::not_ready;
+    const u64 end = load(s_.control().cursor, acquire);
+    for (u64 j = 0; j < n; ++j)
+      if (ids[j] >= end) return bad = j, Status::unknown_row;
+    std::vector<float> leaves(n);
+    if (Status s = leaves_of(p, n, leaves.data(), bad); s != Status::ok) return s;
+    Priorities &w = words();
+    fetch_add<u64>(w.begun, 1, seq_cst);  // pairs with TreeMender
+    const u64 done = tree_.set(ids, leaves.data(), n, applied);
+    fetch_add<u64>(w.ended, 1, seq_cst);
+    float highest = 0;
+    for (u64 j = 0; j < n; ++j)
+      if (applied[j]) highest = std::max(highest, leaves[j]);
+    raise_highest(w, highest);
+    fetch_add(w.applied, done, relaxed);
+    if (done < n) fetch_add(w.stale, n - done, relaxed);
+    return Status::ok;
+  }
+  // As they were set; NaN for a row that is not stored.
+  void get_priorities(const u64 *ids, u64 n, double *out) const {
+    const Formula f(words());
+    std::vector<float> leaves(n);
+    tree_.get(ids, n, leaves.data());
+    const Window w = window(s_);
+    for (u64 j = 0; j < n; ++j) {
+      const bool fresh = leaves[j] == 0 && std::signbit(leaves[j]);  // committed, its priority just not published yet
+      const bool stored = ids[j] >= w.live_lo && ids[j] < w.hi && !std::isnan(leaves[j]);
+      out[j] = stored ? std::max(0.0, f.priority(fresh ? first_leaf(words(), f, tree_) : leaves[j])) : std::numeric_limits<double>::quiet_NaN();
+    }
+  }
+  const PriorityTree &tree() const { return tree_; }
+  u64 scrub() { return tree_.scrub(); }
+
+ private:
+  Priorities &words() const { return s_.control().priorities; }
+
+  template <class NewPick, class Any, class Check>
+  Status draw_with(NewPick new_pick, Any any, u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
+    if (h_.destroyed()) return Status::destroyed;  // a learner that only samples must hear of it, too
+    if (!h_.ready()) return Status::empty;
+    u64 patience = 0;
+    for (;;) {
+      bool lapped;
+      if (draw_in_parts(s_, columns, n_columns, n, h_.next_seed(), new_pick, ids, lapped) == n) return Status::ok;
+      if (lapped) return Status::lapped;
+      if (!may_wait) return Status::would_wait;
+      // Nothing can be drawn: empty, or one transaction is overwriting all there is, or all priorities are 0. Help, then tell.
+      h_.help_until(any);
+      if (any()) continue;
+      const Window w = window(s_);
+      if (w.live_lo == w.hi) return Status::empty;
+      if (w.lo < w.hi && quiet() && !any()) return Status::no_priority;
+      if (!patience) patience = std::max(deadline, now_ns() + 1'000'000'000);  // a transaction is short, unless its writer is stopped
+      if (Status s = h_.abandoned(patience, check); s != Status::ok) return s;
+      h_.nap(50'000);
+    }
+  }
+  bool quiet() const {  // no transaction between its plan and its end
+    const Control &c = s_.control();
+    const u64 seq = load(c.commit_seq, acquire);
+    return load(c.done_seq, acquire) == seq && load(c.plan_seq, acquire) != seq + 1;
+  }
+  void weigh(float *leaves, u64 n, const Weighting &how) const {
+    float least = *std::min_element(leaves, leaves + n);
+    if (!how.by_batch)
+      if (float m = tree_.min(); m > 0) least = std::min(least, m);  // the root may be a moment behind what was drawn
+    for (u64 j = 0; j < n; ++j) {
+      const double ratio = double(leaves[j]) / least;
+      leaves[j] = float(how.beta == 1 ? 1 / ratio : how.beta == 0.5 ? 1 / std::sqrt(ratio) : std::pow(ratio, -how.beta));
+    }
+  }
+  Host &h_;
+  Segment &s_;
+  PriorityTree tree_;
+};
+
+}  // namespace shmbuf
