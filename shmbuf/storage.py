@@ -391,6 +391,45 @@ class ShmStorage:
             return out
         return make_tensordict((*schema.keys, ("row_id",), ("index",)), leaves, torch.Size((n,)))
 
+    def draw_by_priority(
+        self,
+        n: int,
+        *,
+        beta: float,
+        normalize: str = "buffer",
+        stratified: bool = False,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+    ) -> TensorDictBase:
+        """As `draw`, by priority, with "priority_weight", float32[n]; see `Buffer.draw_by_priority`."""
+        if n < 0:
+            raise ValueError(f"batch_size={n}: a number of rows ≥ 0")
+        buffer = self.buffer
+        buffer._wait_schema(timeout)
+        schema = self.schema()
+        leaves = self._fresh(n, pin)
+        weights = torch.empty(n, dtype=torch.float32, pin_memory=pin)
+        *columns, ids, slots = [t.data_ptr() for t in leaves]
+        seconds = seconds_of(timeout)
+        buffer.draw_by_priority_into(
+            self._columns, columns, n, ids, slots, weights.data_ptr(), beta, stratified, normalize, seconds
+        )
+        keys = (*schema.keys, ("row_id",), ("index",), ("priority_weight",))
+        td = make_tensordict(keys, [*leaves, weights], torch.Size((n,)))
+        return td if out is None else self._copy_into(out, td)
+
+    @staticmethod
+    def _copy_into(out: TensorDictBase, td: TensorDict) -> TensorDictBase:
+        try:
+            return out.update_(td)
+        except (KeyError, RuntimeError) as e:
+            raise SchemaError(f"out does not fit a sample: {e}") from None
+
+    def gathering(self, n: int, *, pin: bool = False) -> Gathering:
+        """Room for n rows, to be filled by id. For samplers."""
+        return Gathering(self, n, pin)
+
     def _into(self, out: TensorDictBase, n: int) -> list[int]:
         """The addresses of a caller's tensors, checked; index and row_id are added to out if they are missing."""
         if tuple(out.batch_size) != (n,):
@@ -496,3 +535,25 @@ class ShmStorage:
             if self._buffer is not None
             else f"ShmStorage({self._make['name']!r}, {self.max_size:,} rows, not made yet)"
         )
+
+
+class Gathering:
+    """A batch that is filled by id, in as many goes as it takes."""
+
+    def __init__(self, storage: ShmStorage, n: int, pin: bool):
+        self._storage, self._schema, self.n = storage, storage.schema(), n
+        self._leaves = storage._fresh(n, pin)
+        self._addresses = [t.data_ptr() for t in self._leaves[:-2]]
+
+    def fetch(self, ids: np.ndarray, done: np.ndarray) -> int:
+        """Copy the rows of int64[n] ids whose uint8[n] done is 0, and set it where the row was there; returns how many are."""
+        return self._storage.buffer._call(
+            "fetch", self._storage._columns, self._addresses, self.n, ids.ctypes.data, done.ctypes.data
+        )
+
+    def tensordict(self, ids: np.ndarray) -> TensorDict:
+        row_id, index = self._leaves[-2:]
+        row_id.copy_(torch.from_numpy(ids))
+        torch.remainder(row_id, self._storage.buffer.capacity, out=index)
+        keys = (*self._schema.keys, ("row_id",), ("index",))
+        return make_tensordict(keys, self._leaves, torch.Size((self.n,)))

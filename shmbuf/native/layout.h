@@ -14,6 +14,7 @@
 //   …        links               streams and trajectories, about 24 bytes a row, if the buffer keeps them (links.h)
 //   …        rings               max_collectors × (ring_bytes + a table of streams), sparse: memory comes with a claim
 #pragma once
+#include "limiter.h"
 #include "memory.h"
 
 namespace shmbuf {
@@ -68,6 +69,11 @@ struct Priorities {
   u64 applied, stale, scrubs;     // rows                                                                          anyone
 };
 
+struct alignas(128) SharedEpoch {
+  Pair word;                      // epoch.h
+  u64 options;                    // hash of the options of all who share it, by CAS; 0: nobody yet
+};
+
 // ---- hot words -------------------------------------------------------------------------------------------------
 struct Control {
   alignas(128) u64 commit_seq;    // THE commit: selects the block that is the truth        writer
@@ -88,6 +94,8 @@ struct Control {
   u64 writer_start_ticks, takeovers, transactions, last_transaction_ns;
   u64 streams_cut;                // trajectories ended because a collector's table of streams was full
   Priorities priorities;
+  LimiterWords limiter;
+  SharedEpoch epochs[4];          // one for each kind of sampling without replacement that readers share
 };
 static_assert(sizeof(Control) <= kPage);
 
@@ -113,6 +121,7 @@ static_assert(sizeof(Member) == 128);
 struct Slot {
   alignas(128) u64 tail;          // the commit point of the ring: bytes before it are whole records      collector
   u64 skip_to;                    // drop_oldest asks the writer to drop ROWS before this position         collector
+  u64 clear_to;                   // the end of its last CLEAR: the limiter does not hold up what is before collector
   u64 put_rows, dropped_rows, refused_rows, blocked_ns;  // cumulative over all incarnations              collector
   alignas(128) u64 head_pub;      // ≤ the committed head; the collector may reuse bytes below it          writer
   alignas(128) u32 wait;          // futex: the collector waits for room or for its commit

@@ -138,10 +138,10 @@ class Limiter {
     }
     return true;  // without a limiter nothing is counted, or written
   }
-  // After a grant. `inserted`, too, is called here, after the fence: an older one may say that the writer is not waiting.
-  template <class Inserted> bool frees_writer(Inserted inserted) {
+  // After a grant. An older number of rows will do: it only wakes more often.
+  bool frees_writer(u64 inserted) {
     fence(seq_cst);  // L2, pairs with L1
-    return load(w_.blocked, relaxed) && params().allowance(inserted(), load(w_.sampled, relaxed)) && exchange(w_.blocked, 0u, relaxed);
+    return load(w_.blocked, relaxed) && allowance(inserted) && exchange(w_.blocked, 0u, relaxed);
   }
   void refund(u64 n) {  // the draw raised; if rows were inserted on its account meanwhile, diff is too large by as much
     for (u64 s = load(w_.sampled, acquire); params().den && !compare_exchange(w_.sampled, s, s > n ? s - n : 0, seq_cst);) {}

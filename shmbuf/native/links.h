@@ -343,7 +343,7 @@ class Links {
     Row r{lo - lo % capacity_ + slot, slot};
     if (r.id < lo) r.id += capacity_;
     for (u32 hops = 0; r.id >= hi; ++hops)
-      if (hops == kMaxHops || !back(r, load(link_[r.slot].prev, relaxed), lo)) return kNoRow;
+      if (hops == kMaxHops || !(back(r, load(link_[r.slot].jump, relaxed), hi) || back(r, load(link_[r.slot].prev, relaxed), lo))) return kNoRow;
     Row on = r;
     return forward(on, hi) ? kNoRow : r.id;
   }

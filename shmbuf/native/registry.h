@@ -143,6 +143,7 @@ class Registry {  // call with the handle's registry mutex held
       store(slot.refused_at_claim, load(slot.refused_rows, relaxed), relaxed);
       store(slot.blocked_at_claim, load(slot.blocked_ns, relaxed), relaxed);
       store(slot.skip_to, u64(0), relaxed);
+      store(slot.clear_to, u64(0), relaxed);
       store(slot.wait, 0u, relaxed);
       Control &c = s_.control();
       for (u32 seen = load(c.n_slots, relaxed); seen < i + 1 && !compare_exchange(c.n_slots, seen, i + 1, seq_cst);) {}

@@ -72,6 +72,7 @@ class Producer {
   }
   u64 publish_clear(u32 flags) {
     write_header({sizeof(Record), kClear, flags, 0, kPending});
+    store(slot_->clear_to, tail_ + sizeof(Record), relaxed);
     return publish(sizeof(Record));
   }
   // drop_oldest: the first record boundary that leaves room for `need`, passing ROWS only; the present head if there is none.

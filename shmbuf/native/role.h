@@ -65,13 +65,15 @@ class WriterRole {
     }
   }
 
- private:
+  // Somebody who sleeps shall look.
   void hand_over() {
     Control &c = s_.control();
     if (load(c.writer_wait, relaxed)) return wake_if_armed(c.writer_wait);
     u32 n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) wake_if_armed(s_.slot(i).wait);
   }
+
+ private:
   Segment &s_;
   int fd_ = -1, member_ = -1;
   Owner me_{};

@@ -1,14 +1,16 @@
 // What a reader does with one segment: draws rows, uniformly or by priority, and updates priorities. `Host` (handle.h) lends its
 // help, its waits and its random numbers.
 #pragma once
+#include "epoch.h"
 #include "gather.h"
+#include "slices.h"
 #include "transaction.h"
 
 namespace shmbuf {
 
 enum class Status : int {
   ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly,
-  would_wait, no_priority, other_formula, bad_priority, unknown_row
+  would_wait, no_priority, other_formula, bad_priority, unknown_row, limited, never, too_short
 };
 
 // Leaf and sums are changed one after another: an updater that dies between them leaves a stale path. He has begun an update
@@ -93,6 +95,75 @@ template <class Host> class Sampling {
   }
   u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done) {
     return Gather(s_, columns, n_columns).fetch(n, ids, done);
+  }
+
+  // ---- the limiter ----
+  // May n rows be sampled now? Waits until; who is granted and then draws nothing gives back by refund().
+  template <class Check> Status acquire_samples(u64 n, u64 deadline, bool may_wait, Check check) {
+    Limiter limiter(s_.control().limiter);
+    if (!limiter.params().den) return Status::ok;
+    if (h_.readonly()) return Status::readonly;
+    if (!limiter.params().could_ever(n)) return Status::never;
+    auto inserted = [&] { return h_.ready() ? Writer::inserted(s_) : 0; };
+    auto may = [&] { return limiter.may_sample(inserted(), n); };
+    for (;;) {
+      if (limiter.try_sample(inserted(), n)) {
+        if (limiter.frees_writer(inserted)) h_.role().hand_over();  // L2
+        return Status::ok;
+      }
+      if (!may_wait) return Status::would_wait;
+      if (h_.ready()) h_.help_until(may);
+      if (may()) continue;
+      if (Status s = h_.abandoned(deadline, check); s != Status::ok) return s == Status::timeout ? Status::limited : s;
+      u32 &word = h_.ready() ? s_.control().data_wait : s_.control().ready_wait;
+      store(word, 1u, relaxed);
+      fence(seq_cst);  // L3, pairs with publish() in transaction.h
+      if (h_.ready()) h_.help_until(may);
+      if (!may()) futex_wait(word, 1, deadline);
+    }
+  }
+  void refund_samples(u64 n) { Limiter(s_.control().limiter).refund(n), wake_all(); }
+  bool set_limiter(const LimiterParams &p) {
+    const bool done = Limiter(s_.control().limiter).change(p);
+    wake_all();
+    return done;
+  }
+
+  // ---- choosing without copying: the ids may be gone by the time of the gather, which finds out ----
+  u64 choose(u64 n, u64 *ids) {
+    UniformPick pick{s_, Rng{h_.next_seed()}};
+    return pick(0, n, ids);
+  }
+  u64 choose_by_priority(u64 n, bool stratified, u64 *ids, float *leaves) {
+    PriorityPick pick{s_, tree_, Rng{h_.next_seed()}, leaves, n, stratified};
+    return pick(0, n, ids);
+  }
+  SliceDraw choose_slices(const SliceOptions &o, u64 n, u64 *ids, u64 *lens) {
+    const Window w = window(s_);
+    Rng rng{h_.next_seed()};
+    return Slices(Links(s_.links, s_.capacity), w.lo, w.hi).draw(rng, o, n, ids, lens);
+  }
+  void walk_forward(const u64 *anchors, u64 n, u64 steps, u64 dilation, u64 *ids, u64 *lens) {
+    const Window w = window(s_);
+    Slices(Links(s_.links, s_.capacity), w.lo, w.hi).walk_forward(anchors, n, steps, dilation, ids, lens);
+  }
+  // Shared: word is one of the segment's; options that differ from those of the first user are refused.
+  bool share_epoch(u32 which, u64 options) {
+    u64 seen = 0;
+    return compare_exchange(s_.control().epochs[which].options, seen, options, seq_cst) || seen == options;
+  }
+  Claim claim(Pair &word, u64 n, const EpochOptions &o) {
+    const Window w = window(s_);
+    return Epoch(word).claim(n, w.lo, w.hi, o);
+  }
+  void weigh(float *leaves, u64 n, const Weighting &how) const {
+    float least = *std::min_element(leaves, leaves + n);
+    if (!how.by_batch)
+      if (float m = tree_.min(); m > 0) least = std::min(least, m);  // the root may be a moment behind what was drawn
+    for (u64 j = 0; j < n; ++j) {
+      const double ratio = double(leaves[j]) / least;
+      leaves[j] = float(how.beta == 1 ? 1 / ratio : how.beta == 0.5 ? 1 / std::sqrt(ratio) : std::pow(ratio, -how.beta));
+    }
   }
 
   // ---- priorities ----
@@ -189,14 +260,11 @@ template <class Host> class Sampling {
     const u64 seq = load(c.commit_seq, acquire);
     return load(c.done_seq, acquire) == seq && load(c.plan_seq, acquire) != seq + 1;
   }
-  void weigh(float *leaves, u64 n, const Weighting &how) const {
-    float least = *std::min_element(leaves, leaves + n);
-    if (!how.by_batch)
-      if (float m = tree_.min(); m > 0) least = std::min(least, m);  // the root may be a moment behind what was drawn
-    for (u64 j = 0; j < n; ++j) {
-      const double ratio = double(leaves[j]) / least;
-      leaves[j] = float(how.beta == 1 ? 1 / ratio : how.beta == 0.5 ? 1 / std::sqrt(ratio) : std::pow(ratio, -how.beta));
-    }
+  void wake_all() {
+    Control &c = s_.control();
+    fence(seq_cst);
+    for (u32 *w : {&c.data_wait, &c.writer_wait, &c.ready_wait}) wake_if_armed(*w);
+    for (u32 i = 0; i < s_.n_slots(); ++i) wake_if_armed(s_.slot(i).wait);
   }
   Host &h_;
   Segment &s_;

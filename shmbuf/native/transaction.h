@@ -64,11 +64,17 @@ class Writer {
 
   // Does any ring hold bytes beyond its published head? (Asked without the role: a hint, exact after a fence.)
   static bool runnable(const Segment &s) {
-    u32 n = s.n_slots();
-    for (u32 i = 0; i < n; ++i)
-      if (load(s.slot(i).tail, acquire) != load(s.slot(i).head_pub, relaxed)) return true;
-    return wanted(s.control());
+    bool any = false;
+    for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
+      const Slot &slot = s.slot(i);
+      const u64 tail = load(slot.tail, acquire), head = load(slot.head_pub, relaxed);
+      if (tail == head) continue;
+      if (load(slot.clear_to, relaxed) > head || load(slot.skip_to, relaxed) > head) return true;
+      any = true;
+    }
+    return (any && Limiter(s.control().limiter).admit(inserted(s))) || wanted(s.control());
   }
+  static u64 inserted(const Segment &s) { return load(s.block(load(s.control().commit_seq, acquire)).rows_total, relaxed); }
 
  private:
   static BlockSlot entry(const CommitBlock &b, u32 i) { return i < b.n_slots ? b.slot[i] : BlockSlot{}; }  // i < max_collectors
@@ -95,6 +101,8 @@ class Writer {
     }
     next.seq = now.seq + 1, next.first = now.cursor, next.kind = kPlanRows;
     next.n_slots = n, next.start = now.next_start % n;
+    u64 admitted = 0;  // rows, by the limiter; asked when a ring holds some. A record may overshoot
+    bool asked = false, limited = false;
     u64 limit = s_.capacity / 4, by_bytes = kMaxBytes / s_.row_bytes, rows = 0;
     if (by_bytes < limit) limit = by_bytes;
     bool any = false, full = false;
@@ -113,6 +121,11 @@ class Writer {
         if (r.kind == kClear) {
           if (!any) return plan_clear(now, next, i, at, r.flags);
           next.next_start = i, full = true;  // a CLEAR is a transaction alone: the next one begins here
+          break;
+        }
+        if (!asked) admitted = Limiter(c_.limiter).admit(now.rows_total), asked = true;  // L1
+        if (rows >= admitted && at >= load(s_.slot(i).clear_to, relaxed)) {
+          if (!limited) next.next_start = at == before ? i : i + 1, limited = true;
           break;
         }
         if (rows && rows + r.n_rows > limit) {

@@ -2,12 +2,11 @@
    to do. Guards limiter.h (admit, try_sample, frees_writer), how role.h and handle.h call them, and check_limiter's bound. A collector puts
    PUTS rows through a ring of one; a drain thread; two samplers that take N rows TAKES times; any of them that holds the role commits.
    A sampler may be killed between the CAS on `sampled` and its draw. diff = NUM·inserted − DEN·sampled.
-     -DNODRAIN     drain="caller": no drain thread; the collector waits for each commit
-     -DKILLER      a sampler dies between its CAS and the wake-up: then the slice (-DSLICE) is needed
+     -DNODRAIN  drain="caller": no drain thread; the collector waits for the last commit
+     -DKILLER   a sampler may also die between its CAS and the wake-up: then the others' slice (-DSLICE) is needed, once
    Mutants: -DNOWAKE a grant wakes nobody   -DWAKER_NOFENCE it looks at `blocked` before its CAS   -DWRITER_NOFENCE `sampled` is not looked
             at again after `blocked` is set   -DPLAIN_RUNNABLE after the release, `blocked` is not set   -DNORECHECK not looked again at all
-            -DSLEEPER_NOFENCE the sampler looks first and arms then   -DNARROW max_diff − min_diff is one too small   -DEARLY_ROWS
-            frees_writer is given what was inserted before the CAS */
+            -DSLEEPER_NOFENCE the sampler looks first and arms then   -DNARROW max_diff − min_diff is one too small */
 #ifndef NUM
 #define NUM 1
 #endif
@@ -18,7 +17,7 @@
 #define N 1
 #endif
 #ifndef PUTS
-#define PUTS 3
+#define PUTS 2
 #endif
 #ifndef TAKES
 #define TAKES 1
@@ -42,11 +41,7 @@ bool waits_room, waits_rows[2];
 #else
 #define LAST 0
 #endif
-#ifdef SLICE
-#define SLEEP(word) if :: !word :: over :: true fi
-#else
 #define SLEEP(word) if :: !word :: over fi
-#endif
 inline admit() {                                   /* ok: a row may be moved */
 #ifdef WRITER_NOFENCE
   ok = ADMITS;
@@ -130,11 +125,8 @@ again:
 #ifndef WAKER_NOFENCE
         seen = blocked;                            /* fence; L2 */
 #endif
-#ifndef EARLY_ROWS
-        rows = inserted;
-#endif
 #ifndef NOWAKE
-        if
+        if                                         /* rows: from before the CAS; an older number only wakes more */
         :: seen && (rows < MINSIZE || (rows + 1) * NUM - sampled * DEN <= MAXD) ->
            atomic { seen = blocked; blocked = false };   /* exchange */
            if :: seen -> hand_over() :: else fi
@@ -182,6 +174,10 @@ init { atomic { run Collector(); run Sampler(0); run Sampler(1);
     run Drain();
 #endif
   }
+#ifdef SLICE
+  byte was = 255;                                                              /* every slice ends, once after the death */
+  do :: timeout -> if :: was != budget -> was = budget; writer_wait = false; slot_wait = false; data_wait = false :: else -> break fi od;
+#endif
   timeout ->
   assert(!(put != inserted && ADMITS));                                        /* rows lie in the ring that may be moved */
   assert(!((waits_rows[0] || waits_rows[1]) && GRANTS(inserted)));             /* a sampler sleeps that may sample */

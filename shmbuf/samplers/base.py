@@ -1,0 +1,133 @@
+"""What a sampler is, and the uniform one. A sampler chooses rows and has them copied; a row that was overwritten meanwhile is
+chosen again, so that every row returned was in the buffer during the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from shmbuf.errors import Lapped
+
+if TYPE_CHECKING:
+    from shmbuf.storage import ShmStorage
+
+MAX_TRIES = 1000
+
+
+class Sampler:
+    """A way of drawing rows. Its arguments travel with the buffer's name, so that others who attach draw the same way.
+
+    Attributes:
+        name: of the kind, in the segment.
+        info_keys: what ``sample(return_info=True)`` gives beside the batch.
+    """
+
+    name: ClassVar[str]
+    info_keys: ClassVar[tuple[Any, ...]] = ("index", "row_id")
+
+    def arguments(self) -> dict[str, Any]:
+        """What another process needs to rebuild it: numbers, strings, lists."""
+        return {}
+
+    def prepare(self, storage: ShmStorage) -> None:
+        """Called once for every handle that will draw this way, before its first draw. Raises what makes it impossible."""
+
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+        **how: Any,
+    ) -> TensorDictBase:
+        """A batch with "index" and "row_id". ``how``: arguments of this call alone, which the kind of sampler names."""
+        raise NotImplementedError
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raises ValueError for a batch size that can never be drawn."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments().items())})"
+
+
+class RandomSampler(Sampler):
+    """Uniform with replacement over the rows stored at the moment of the draw."""
+
+    name = "random"
+
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+    ) -> TensorDictBase:
+        return storage.draw(batch_size, out=out, timeout=timeout, pin=pin)
+
+
+def wait_for_rows(storage: ShmStorage, timeout: float | None) -> None:
+    """Until there is a row. Raises NotEnoughRows, StorageLost."""
+    buffer = storage.buffer
+    if buffer.schema is None or not len(buffer):
+        buffer.wait_rows(1, timeout)
+    storage.schema()
+
+
+def gather(
+    storage: ShmStorage,
+    ids: np.ndarray,
+    again: Callable[[np.ndarray], np.ndarray],
+    *,
+    unit: int = 1,
+    out: TensorDictBase | None = None,
+    pin: bool = False,
+) -> TensorDictBase:
+    """The rows of int64 ids, in order, with "index" and "row_id".
+
+    Args:
+        again: units (``unit`` consecutive ids each) of which a row has been overwritten → their new ids [k, unit].
+        out: a TensorDict of the batch's size to copy into.
+
+    Raises:
+        Lapped: a unit was overwritten again and again.
+    """
+    n = len(ids)
+    ids = np.ascontiguousarray(ids, np.int64)
+    rows = storage.gathering(n, pin=pin)
+    done = np.zeros(n, np.uint8)
+    for _ in range(MAX_TRIES):
+        if rows.fetch(ids, done) == n:
+            break
+        bad = np.flatnonzero(~done.reshape(-1, unit).all(axis=1))
+        done.reshape(-1, unit)[bad] = 0
+        ids.reshape(-1, unit)[bad] = np.asarray(again(bad)).reshape(len(bad), unit)
+    else:
+        raise Lapped(
+            f"rows are overwritten faster than {unit} of them can be found and copied; the capacity of "
+            f"{storage.buffer.capacity:,} rows is too small for this write rate"
+        )
+    td = rows.tensordict(ids)
+    return td if out is None else out.update_(td)
+
+
+def pick(storage: ShmStorage, n: int, timeout: float | None) -> np.ndarray:
+    """int64[n] ids, uniform with replacement."""
+    ids = np.empty(n, np.int64)
+    while storage.buffer._call("choose", n, ids.ctypes.data) < n:
+        wait_for_rows(storage, timeout)
+    return ids
+
+
+def with_rows(td: TensorDictBase, **rows: np.ndarray | torch.Tensor) -> TensorDict:
+    """td with further entries of one value a row."""
+    for key, value in rows.items():
+        td.set(key, torch.as_tensor(value))
+    return td  # type: ignore[return-value]

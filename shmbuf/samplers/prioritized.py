@@ -1,0 +1,132 @@
+"""Drawing by priority (Schaul et al. 2016), with TorchRL's arguments and formulas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+
+from shmbuf.priorities import check_formula, check_weighting
+from shmbuf.samplers.base import Sampler
+
+if TYPE_CHECKING:
+    from shmbuf.storage import ShmStorage
+
+REDUCTIONS = ("max", "min", "mean", "median", "sum")
+
+
+class PrioritizedSampler(Sampler):
+    """Each row is drawn with probability ``(p + eps) ** alpha / Σ``, independently and with replacement.
+
+    Args:
+        max_capacity: TorchRL's; the buffer's capacity counts, so it may be left out, but not be another number.
+        alpha: 0: uniform … 1: in proportion. Fixed for the life of the buffer.
+        beta: ``priority_weight = (P / P_min) ** -beta``; may be changed at any time, or given to one ``sample(beta=)``.
+        eps: added to every priority.
+        dtype: of TorchRL's tree; float32 weights are returned in any case, sums are float64.
+        reduction: of a priority with more dimensions than one a row: "max", "min", "mean", "median" or "sum".
+        max_priority_within_buffer: a new row gets the largest priority of the stored rows, not the largest set so far. Both are
+            1.0 as long as there is none.
+        normalize: P_min of the whole "buffer" (as TorchRL) or of the "batch".
+        stratified: one draw from each of batch_size equal shares of the sum.
+
+    ``sample`` adds "priority_weight", float32[n]; its largest possible value is 1.
+    """
+
+    name = "prioritized"
+    info_keys: ClassVar[tuple[Any, ...]] = ("index", "row_id", "priority_weight")
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        *,
+        normalize: str = "buffer",
+        stratified: bool = False,
+    ):
+        check_formula(alpha, eps)
+        check_weighting(beta, normalize)
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r}: one of {', '.join(REDUCTIONS)}")
+        if dtype not in (torch.float32, torch.float64, "float32", "float64"):
+            raise ValueError(f"dtype={dtype}: torch.float32 or torch.float64")
+        self.max_capacity, self._alpha, self._beta, self._eps = max_capacity, float(alpha), float(beta), float(eps)
+        self.dtype, self.reduction = dtype, reduction
+        self.max_priority_within_buffer = bool(max_priority_within_buffer)
+        self.normalize, self.stratified = normalize, bool(stratified)
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "max_capacity": self.max_capacity,
+            "alpha": self._alpha,
+            "beta": self._beta,
+            "eps": self._eps,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "reduction": self.reduction,
+            "max_priority_within_buffer": self.max_priority_within_buffer,
+            "normalize": self.normalize,
+            "stratified": self.stratified,
+        }
+
+    @property
+    def alpha(self) -> float:
+        """Fixed: the leaves of all processes hold (p + eps) ** alpha."""
+        return self._alpha
+
+    @property
+    def eps(self) -> float:
+        return self._eps
+
+    @property
+    def beta(self) -> float:
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        check_weighting(value, self.normalize)
+        self._beta = float(value)
+
+    def prepare(self, storage: ShmStorage) -> None:
+        if self.max_capacity is not None and self.max_capacity != storage.max_size:
+            raise ValueError(
+                f"max_capacity={self.max_capacity:,} of the sampler, but the storage holds {storage.max_size:,} rows"
+            )
+        buffer = storage.buffer
+        buffer.keep_priorities(
+            self._alpha, self._eps, max_priority_within_buffer=self.max_priority_within_buffer
+        )
+
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+        beta: float | None = None,
+    ) -> TensorDictBase:
+        if beta is None:
+            beta = self._beta
+        else:
+            check_weighting(beta, self.normalize)
+        return storage.draw_by_priority(
+            batch_size, beta=beta, normalize=self.normalize, stratified=self.stratified, out=out, timeout=timeout, pin=pin
+        )
+
+    def reduce(self, priority: torch.Tensor, n: int) -> torch.Tensor:
+        """One number a row, of a priority [n, …]."""
+        if priority.ndim <= 1 or priority.shape[0] != n:
+            return priority
+        flat = priority.reshape(n, -1)
+        if flat.shape[1] == 1:
+            return flat[:, 0]
+        if self.reduction in ("max", "min"):
+            return getattr(flat, "a" + self.reduction)(dim=1)
+        return flat.median(dim=1).values if self.reduction == "median" else getattr(flat, self.reduction)(dim=1)
