@@ -238,7 +238,7 @@ def test_a_put_larger_than_the_ring_that_runs_out_of_time_says_how_many_rows_wen
 
 def test_an_interrupt_while_waiting_carries_the_ticket(buf):
     """The signal may come at any instruction, so the handler raises only when it finds the main thread inside the wait."""
-    from shmbuf.buffer import Ticket
+    from shmbuf import Ticket
 
     def handler(signum, frame):
         if frame.f_code is Ticket.wait.__code__ and frame.f_lineno != frame.f_code.co_firstlineno:
