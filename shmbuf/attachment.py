@@ -47,7 +47,7 @@ class Attachment:
             self._seconds = seconds_of(self._timeout)
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as e:
             handle.close()
-            raise BufferFormatError(f"buffer {self.name!r}: its configuration cannot be read: {e}") from None
+            raise segment.damaged(self.name, f"its configuration cannot be read: {e}", self._owner) from None
         handle.seed(secrets.randbits(64))
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _finalize, handle, self.name, None, 0)
@@ -208,9 +208,9 @@ class Attachment:
         if self._drain == "thread":
             self._handle.start_thread(False)
         elif self._drain == "process":
-            self._drain_process = subprocess.Popen(
-                [sys.executable, "-m", "shmbuf.drain", self.name, "--leave-when-alone"], stdin=subprocess.DEVNULL
-            )
+            command = [sys.executable, "-m", "shmbuf.drain", self.name, "--leave-when-alone"]
+            with segment.enough_files():
+                self._drain_process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
         """Let go: what this handle put is drained if nobody else is at it, its ring is given back. An unnamed buffer goes
@@ -265,7 +265,7 @@ class Attachment:
             self._recover(e)
             return getattr(self._handle, method)(*args)
         except native.FormatError as e:
-            raise BufferFormatError(f"buffer {self.name!r}: {e}") from None
+            raise segment.damaged(self.name, e, self._owner) from None
 
     def _get(self, attribute: str) -> Any:
         try:
@@ -274,7 +274,7 @@ class Attachment:
             self._recover(e)
             return getattr(self._handle, attribute)
         except native.FormatError as e:
-            raise BufferFormatError(f"buffer {self.name!r}: {e}") from None
+            raise segment.damaged(self.name, e, self._owner) from None
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
@@ -286,9 +286,12 @@ class Attachment:
     def schema(self) -> Schema | None:
         """None until somebody put the first rows."""
         if self._schema is None and self._get("ready"):
-            schema = Schema.from_bytes(self._handle.schema)
+            try:
+                schema = Schema.from_bytes(self._handle.schema)
+            except BufferFormatError as e:
+                raise segment.damaged(self.name, e, self._owner) from None
             if schema.row_bytes != self._handle.header["row_bytes"]:
-                raise BufferFormatError(f"buffer {self.name!r}: its schema and its rows have different sizes")
+                raise segment.damaged(self.name, "its schema and its rows have different sizes", self._owner)
             self._use_schema(schema)
         return self._schema
 

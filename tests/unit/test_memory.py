@@ -324,6 +324,37 @@ def test_at_most_three_descriptors_per_handle(make_name):
     assert open_files() == before
 
 
+FEW_FILES = """
+import errno, os, resource, sys
+from shmbuf import Buffer, ShmbufError, TooManyOpenFiles, destroy
+name = sys.argv[1]
+first = Buffer.create(name, 10, schema={"k": "int64"}, drain="caller")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+others = []
+while True:
+    try: others.append(os.dup(0))
+    except OSError: break
+for left in range(2):
+    if left: os.close(others.pop())
+    for call in (lambda: Buffer.create(None, 10, drain="caller"), lambda: Buffer.create(None, 10, drain="process"),
+                 lambda: Buffer.attach(name), lambda: Buffer.attach(name, readonly=True, timeout=60), lambda: destroy(name)):
+        try: call()
+        except TooManyOpenFiles as e:
+            assert isinstance(e, OSError) and isinstance(e, ShmbufError) and e.errno == errno.EMFILE, repr(e)
+            assert "64" in str(e) and "RLIMIT_NOFILE" in str(e) and "`ulimit -n`" in str(e), e
+        else: raise AssertionError("did not raise")
+for fd in others: os.close(fd)
+Buffer.attach(name).close()
+first.close()
+destroy(name)
+assert not [f for f in os.listdir("/dev/shm") if f.startswith(f"shmbuf.{os.getuid()}.{name}")]
+"""
+
+
+def test_no_descriptor_left_is_an_error_that_says_the_limit(python, name):
+    python(FEW_FILES, name)
+
+
 @pytest.mark.parametrize(
     ("spec", "capacity"),
     [
