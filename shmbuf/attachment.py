@@ -33,7 +33,7 @@ class Attachment:
         self._schema: Schema | None = None
         self._columns: Any = None
         self._standby = False
-        self._owns = False
+        self._owns = self._removed = False
         self._drain_process: subprocess.Popen | None = None
         self._adopt(handle)
 
@@ -219,6 +219,25 @@ class Attachment:
         if self._drain_process is not None and self._drain_process.poll() is None and self._owns:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself, the buffer is destroyed
                 self._drain_process.wait(10)
+
+    def destroy(self, *, force: bool = False) -> None:
+        """Close this handle and remove the buffer, as `shmbuf.destroy` does. Nothing, if it is gone; never a successor of its name.
+
+        Raises:
+            BufferInUse: others are attached, and not ``force``: the buffer stays; this handle is closed all the same.
+            PermissionError: the handle is read-only (and stays open).
+        """
+        if self._readonly:
+            raise PermissionError(f"this handle on buffer {self.name!r} is read-only")
+        self.close()
+        with contextlib.suppress(BufferNotFound):
+            segment.destroy(self.name, force=force, owner=self._owner, instance_id=self._header["instance_id"])
+        self._removed = True
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether somebody destroyed the buffer. What is stored can still be read here; nothing more can be put."""
+        return self._removed or self._get("destroyed")
 
     def _rearm_finalizer(self) -> None:
         self._finalizer.detach()

@@ -55,11 +55,13 @@ class Reading(Attachment):
         ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
-        ``first_id``, ``end_id``, ``reserve``.
+        ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest.
         """
-        c = self._call("counters")
+        c, rings = self._call("counters"), self._call("collectors")
         return {
             **c,
+            "ring_used_bytes": sum(r["ring_used"] for r in rings),
+            "ring_fill": max((r["ring_used"] / r["ring_bytes"] for r in rings), default=0.0),
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,

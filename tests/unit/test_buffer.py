@@ -301,6 +301,8 @@ def test_stats_count_exactly(make):
         "first_id",
         "end_id",
         "reserve",
+        "ring_used_bytes",
+        "ring_fill",
     } <= buf.stats().keys()
     assert buf.stats()["writer_age"] == -1
     buf.extend(rows(0, 4))
@@ -340,6 +342,23 @@ def test_collectors_and_members(buf):
         assert roles == [["collector", "reader"], ["creator", "collector"]] and all(m["alive"] for m in buf.members())
     assert len(buf.members()) == 1
     assert [c["state"] for c in buf.collectors()] in (["alive", "closed"], ["alive"])
+
+
+def test_stats_tell_how_full_the_rings_are(make):
+    def fill_of(buf):
+        return buf.stats()["ring_used_bytes"], buf.stats()["ring_fill"]
+
+    assert fill_of(make(schema=None)) == (0, 0.0)
+    buf = make()
+    assert fill_of(buf) == (0, 0.0)
+    buf.put(rows(0))
+    with Buffer.attach(buf.name) as other, Buffer.attach(buf.name, readonly=True) as onlooker:
+        for k in range(3):
+            other.put(rows(k))
+        for b in (buf, other, onlooker):
+            assert fill_of(b) == (4 * RECORD, 3 * RECORD / RING), "the sum, and the fullest"
+        buf.drain()
+        assert fill_of(onlooker) == (0, 0.0)
 
 
 # ---- waiting for rows ----------------------------------------------------------------------------------------------

@@ -9,7 +9,17 @@ from contextlib import suppress
 
 import pytest
 
-from shmbuf import Buffer, BufferNotFound, ConcurrentUse, RingFull, StorageLost, TooManyCollectors, destroy, segment
+from shmbuf import (
+    Buffer,
+    BufferInUse,
+    BufferNotFound,
+    ConcurrentUse,
+    RingFull,
+    StorageLost,
+    TooManyCollectors,
+    destroy,
+    segment,
+)
 from tests.unit.helpers import FITS, SPEC, fill, numbers, rows, same, stored, stuck_drainer, unmoved
 
 # ---- who drains ----------------------------------------------------------------------------------------------------
@@ -193,6 +203,47 @@ def test_destroyed_under_its_users(buf):
     assert numbers(buf) == [0, 1, 2], "what is mapped can still be read"
     with pytest.raises(StorageLost):
         buf.wait_rows(50)
+
+
+def test_destroyed_is_known_to_every_handle(make):
+    buf = make()
+    with Buffer.attach(buf.name) as other, Buffer.attach(buf.name, readonly=True) as onlooker:
+        assert [b.destroyed for b in (buf, other, onlooker)] == [False] * 3
+        destroy(buf.name, force=True)
+        assert [b.destroyed for b in (buf, other, onlooker)] == [True] * 3
+    with pytest.raises(ValueError, match="closed"):
+        other.destroyed  # noqa: B018
+
+
+def test_a_handle_destroys_its_buffer_and_no_other_of_that_name(make, make_name):
+    buf = make()
+    with Buffer.attach(buf.name) as other:
+        with pytest.raises(BufferInUse, match="is attached: this process"):
+            buf.destroy()
+        assert buf.closed and not other.destroyed
+        with Buffer.attach(buf.name) as third:
+            third.destroy(force=True)
+            assert third.closed and third.destroyed and other.destroyed
+            third.destroy()
+        with pytest.raises(BufferNotFound):
+            Buffer.attach(buf.name)
+        with Buffer.create(buf.name, 5, schema=SPEC, drain="caller") as new:
+            other.destroy(force=True)
+            buf.destroy(force=True)
+            assert not new.destroyed and len(Buffer.attach(buf.name)) == 0
+
+
+def test_a_read_only_handle_destroys_nothing(buf):
+    with Buffer.attach(buf.name, readonly=True) as onlooker:
+        with pytest.raises(PermissionError, match="read-only"):
+            onlooker.destroy(force=True)
+        assert not onlooker.closed and not buf.destroyed
+
+
+def test_an_unnamed_buffer_can_be_destroyed_too():
+    with Buffer.create(None, 5, schema=SPEC, drain="caller") as buf:
+        buf.destroy()
+        assert buf.closed and buf.destroyed and buf.name not in segment.names()
 
 
 @pytest.mark.parametrize("wait", ["draw", "put", "ticket"])
