@@ -45,7 +45,7 @@ class Buffer(Reading):
 
         Args:
             rows: arrays [n, *shape] of the schema's dtypes. Any strides and byte order; dtypes are never converted.
-            timeout: seconds, instead of the buffer's.
+            timeout: seconds; None: the buffer's.
 
         Raises:
             SchemaError: lists every difference; nothing was put.
@@ -56,7 +56,7 @@ class Buffer(Reading):
         return self._put(rows, True, timeout)
 
     def extend(self, rows: Mapping, *, timeout: float | None = None) -> np.ndarray:
-        """Put, wait for the commit, and return int64[n], the rows' ids."""
+        """Put, wait for the commit, and return int64[n], the rows' ids. timeout: seconds in all; None: the buffer's."""
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
         return self._put(rows, False, timeout).wait(left_of(timeout, since))
 
@@ -93,7 +93,8 @@ class Buffer(Reading):
     ) -> Ticket | None:
         """For the floors above: put rows, as leaves in column order (a list), or nested as the schema.
 
-        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. None: they need conversion first.
+        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. timeout: None: the buffer's.
+        Returns None if they need conversion first.
         """
         seconds = self._seconds if timeout is None else seconds_of(timeout)
         method = "put_leaves" if type(rows) is list else "put_tree"
@@ -110,7 +111,7 @@ class Buffer(Reading):
     def empty(self, *, empty_write_count: bool = True, timeout: float | None = None) -> None:
         """Forget, for everybody, every row whose put returned before this call. Ids go on, slots start again at 0.
 
-        Rows that others put meanwhile may come before (and are forgotten) or after.
+        Rows that others put meanwhile may come before (and are forgotten) or after. timeout: seconds; None: the buffer's.
         """
         if self.schema is None:
             return

@@ -137,7 +137,10 @@ class Reading(Attachment):
             self._call("start_thread", True)
 
     def wait_rows(self, n: int, timeout: float | None = None) -> None:
-        """Wait until at least n rows are stored. Raises NotEnoughRows when ``timeout`` seconds are over, StorageLost."""
+        """Wait until at least n rows are stored.
+
+        Raises NotEnoughRows when ``timeout`` seconds are over (None: waits for ever), StorageLost.
+        """
         seconds = seconds_of(timeout)
         if n > self.capacity:
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")

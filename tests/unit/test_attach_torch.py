@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import shmbuf
 from shmbuf import (
     BufferExists,
     BufferFormatError,
+    BufferInUse,
     BufferNotFound,
     RandomSampler,
     RemoteTensorDictReplayBuffer,
@@ -60,8 +62,9 @@ def test_attach_to_a_numpy_level_buffer(name):
 
 
 def test_attach_to_nothing(name):
-    with pytest.raises(BufferNotFound):
-        shmbuf.attach(name)
+    for how in ({}, {"timeout": 0.05}):
+        with pytest.raises(BufferNotFound):
+            shmbuf.attach(name, **how)
     with pytest.raises(ValueError):
         shmbuf.attach("not/allowed")
 
@@ -85,6 +88,28 @@ def test_a_name_that_is_taken(make_rb, rb):
     with TensorDictReplayBuffer(storage=ShmStorage(100, name=rb.name, exists="attach"), batch_size=3) as other:
         other.extend(rows(0, 2))
         assert len(rb) == 2 and other.sample().batch_size == torch.Size([3])
+
+
+def test_attach_waits_for_the_name(make_name):
+    name, made = make_name(), []
+    thread = threading.Timer(0.1, lambda: made.append(TensorDictReplayBuffer(storage=ShmStorage(10, name=name, drain="caller"))))
+    thread.start()
+    with shmbuf.attach(name, timeout=60) as rb:
+        thread.join()
+        assert rb.name == made[0].name == name
+    made[0].close()
+
+
+def test_destroy_and_destroyed(rb):
+    other = shmbuf.attach(rb.name)
+    with pytest.raises(BufferInUse):
+        other.destroy()
+    assert not rb.destroyed
+    shmbuf.attach(rb.name).destroy(force=True)
+    assert rb.destroyed
+    rb.destroy()
+    with pytest.raises(BufferNotFound):
+        shmbuf.attach(rb.name)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -243,6 +243,14 @@ def test_a_waiting_sample_is_woken_by_another_threads_put(make_rb, schema, same_
     other.close()
 
 
+def test_wait_rows(rb):
+    rb.put(rows(0, 3))
+    rb.wait_rows(3, timeout=0)
+    assert len(rb) == 3
+    with pytest.raises(NotEnoughRows, match="holds 3 rows, 4 are needed"):
+        rb.wait_rows(4, timeout=0.01)
+
+
 def test_before_the_first_rows(make_rb):
     rb = make_rb(schema=None)
     assert (len(rb), rb.write_count, rb.initialized, rb.stats()["initialized"]) == (0, 0, False, False)
