@@ -25,6 +25,7 @@ _HOME = {
             "ShmbufError",
             "StorageLost",
             "TooManyCollectors",
+            "TooManyOpenFiles",
         ),
         "errors",
     ),

@@ -10,53 +10,26 @@ array([0, 1, 2])
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import subprocess
-import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgpack
 import numpy as np
 
-from shmbuf import failures, segment, streams
+from shmbuf import failures
 from shmbuf._extension import native
-from shmbuf.errors import (
-    BufferExists,
-    BufferFormatError,
-    BufferNotFound,
-    Lapped,
-    NotEnoughRows,
-    RingFull,
-    ShmbufError,
-    StorageLost,
-)
-from shmbuf.priorities import PriorityMethods, as_priorities, bad_priority
+from shmbuf.errors import RingFull
+from shmbuf.priorities import Priorities, as_priorities, bad_priority
+from shmbuf.reading import address_of
 from shmbuf.rows import as_arrays, conform, count
-from shmbuf.schema import Schema, flatten, nest, show_key
-from shmbuf.settings import DEFAULTS, FULL, check_settings
+from shmbuf.schema import Schema, show_key
 from shmbuf.ticket import Nothing, Ticket, left_of, same_ids, seconds_of
 
 _STATUS = native.STATUSES
 _OK = 0
 
 
-def _address(a: np.ndarray) -> int:
-    return a.__array_interface__["data"][0]  # a third of the time of a.ctypes.data
-
-
-def _as_ids(ids: Any) -> np.ndarray:
-    array = np.asarray(ids if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"row ids of dtype {array.dtype}: integers are needed")
-    return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
-
-
-class Buffer(PriorityMethods):
+class Buffer(Priorities):
     """One attachment of this process to one named buffer. Made by :meth:`create` and :meth:`attach`.
 
     Rows are mappings of key to array, nested like the schema: ``{"obs": a, "next": {"obs": b}}``; ``("next", "obs")`` as a
@@ -65,329 +38,6 @@ class Buffer(PriorityMethods):
     A handle puts from one thread at a time (ConcurrentUse otherwise); reading is free. It pickles as its name and attaches
     where it is unpickled; after a fork the child's first use attaches anew.
     """
-
-    def __init__(self, name: str, handle: Any, *, owner: int | None = None, readonly: bool = False):
-        self.name = name
-        self._owner, self._readonly, self._pid = owner, readonly, os.getpid()
-        self._schema: Schema | None = None
-        self._columns: Any = None
-        self.marks: Any = None  # Marks, with the schema
-        self._standby = False
-        self._owns = False
-        self._drain_process: subprocess.Popen | None = None
-        self._adopt(handle)
-
-    def _adopt(self, handle: Any) -> None:
-        self._handle = handle
-        self._header = handle.header
-        try:
-            self.config: dict[str, Any] = msgpack.unpackb(handle.config)
-            self._full, self._timeout, self._drain = (self.config[k] for k in ("full", "timeout", "drain"))
-            self._full_code = FULL.index(self._full)
-            self._seconds = seconds_of(self._timeout)
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as e:
-            handle.close()
-            raise BufferFormatError(f"buffer {self.name!r}: its configuration cannot be read: {e}") from None
-        handle.seed(secrets.randbits(64))
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _finalize, handle, self.name, None, 0)
-
-    # ---- birth and end ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def create(
-        cls,
-        name: str | None,
-        capacity: int,
-        *,
-        schema: Mapping | Schema | None = None,
-        example: Mapping | None = None,
-        max_collectors: int = 256,
-        ring_bytes: int | None = None,
-        full: str = "block",
-        timeout: float | None = None,
-        mode: int = 0o600,
-        group: str | int | None = None,
-        drain: str = "thread",
-        exists: str = "error",
-        trajectories: bool | None = None,
-        traj_key: Any = None,
-        end_keys: Any = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> Buffer:
-        """A new buffer, and a handle on it.
-
-        Args:
-            name: 1 to 100 characters of ``A-Za-z0-9._-``. None: unnamed; it dies with this handle.
-            capacity: rows; then the oldest is overwritten.
-            schema: ``{key: (dtype, shape)}`` (``{key: dtype}`` for scalars; nested mappings allowed). dtype: a torch, numpy
-                or string name of any torch dtype of fixed size.
-            example: one row, from which to take the schema. With neither, the first put of any process decides.
-            max_collectors: how many handles can put at the same time.
-            ring_bytes: of each collector's ring; rounded up to a power of two. Default: 4 MiB, more for large rows.
-            full: what a put does when its ring is full: ``"block"`` (up to ``timeout``), ``"error"`` (RingFull at once),
-                ``"drop_newest"`` (what is being put), ``"drop_oldest"`` (what is in the ring;
-                while whoever drains is stuck nobody can, and the new rows go instead). Drops are counted.
-            timeout: seconds that ``"block"`` waits; None: for ever.
-            mode, group: permissions of the segment; world access is refused.
-            drain: who moves rows from the rings into the buffer: a ``"thread"`` of this process, a ``"process"`` of its own,
-                or only the ``"caller"`` that needs it (deterministic).
-            exists: if the name is taken: ``"error"``, ``"attach"`` or ``"replace"`` (only when nobody is attached).
-            trajectories: whether rows remember their stream, for slices and trajectories (25 bytes a row). Default: if there
-                is an end key or a trajectory key.
-            traj_key: the column that names a row's trajectory. Default: ``("collector", "traj_ids")``, ``"episode"`` or
-                ``"traj_ids"``, whichever the schema has; with none, a collector's rows (of one ``stream=``) follow each other.
-            end_keys: columns of which a non-zero value ends a trajectory. Default: those of done, terminated, truncated under
-                ``"next"``, or else at the top.
-            config: extra msgpack values for :attr:`config`.
-
-        Raises:
-            BufferExists, BufferInUse, SchemaError, NotEnoughMemory, ValueError
-        """
-        check_settings(capacity, max_collectors, ring_bytes, full=full, drain=drain, exists=exists)
-        seconds_of(timeout)
-        given = schema if isinstance(schema, Schema) else Schema.from_spec(schema) if schema is not None else None
-        if example is not None:
-            shown = Schema.from_leaves({k: np.asarray(v) for k, v in flatten(example).items()}, 0)
-            if given is not None:
-                given.require_same(shown, "the example")
-            given = given or shown
-        marks = streams.settings(trajectories, traj_key, end_keys)
-        if given is not None:
-            streams.resolve(given, marks)
-        settings = {**(config or {}), "full": full, "timeout": timeout, "drain": drain, "streams": marks}
-        try:
-            blob = msgpack.packb(settings)
-        except (TypeError, ValueError, OverflowError) as e:
-            raise ValueError(f"config cannot be packed: {e}") from None
-        segment.collect_unnamed()
-        while True:
-            try:
-                name, handle = segment.create(
-                    name,
-                    capacity=int(capacity),
-                    max_collectors=max_collectors,
-                    ring_bytes=ring_bytes or 0,
-                    config=blob,
-                    mode=mode,
-                    group=group,
-                )
-                break
-            except BufferExists:
-                if exists == "error":
-                    raise
-                if exists == "replace":
-                    with contextlib.suppress(BufferNotFound):
-                        segment.destroy(name)  # type: ignore[arg-type]
-                    continue
-                try:
-                    asked = {
-                        "capacity": capacity,
-                        "max_collectors": max_collectors,
-                        "full": full,
-                        "timeout": timeout,
-                        "drain": drain,
-                    }
-                    return cls._attach_existing(name, asked, ring_bytes, given)  # type: ignore[arg-type]
-                except BufferNotFound:
-                    continue  # destroyed meanwhile
-        self = cls(name, handle)
-        try:
-            if given is not None:
-                self._build(given, "the schema")
-            self._owns = self._header["unnamed"]
-            self._rearm_finalizer()
-            self._start_draining()
-        except BaseException:
-            instance = self._header["instance_id"]
-            self.close()
-            with contextlib.suppress(BufferNotFound):  # an unnamed one is gone with close()
-                segment.destroy(name, force=True, instance_id=instance)
-            raise
-        return self
-
-    @classmethod
-    def _attach_existing(cls, name: str, asked: dict, ring_bytes: int | None, given: Schema | None) -> Buffer:
-        self = cls.attach(name)
-        try:
-            has = {"capacity": self.capacity, "max_collectors": self._header["max_collectors"], **self.config}
-            other = [
-                f"{k}: has {has.get(k)!r}, asked for {v!r}"
-                for k, v in asked.items()
-                if v not in (has.get(k), DEFAULTS.get(k, ...))  # what was not asked for is taken as it is
-            ]
-            if (
-                ring_bytes
-                and self._header["ready"]
-                and native.ring_bytes(ring_bytes, self._header["row_bytes"]) != self._header["ring_bytes"]
-            ):
-                other.append(f"ring_bytes: has {self._header['ring_bytes']}, asked for {ring_bytes}")
-            if other:
-                raise BufferExists(
-                    f"buffer {name!r} exists with other settings ({'; '.join(other)}): take it as it is with "
-                    f'shmbuf.attach({name!r}), or exists="replace"'
-                )
-            if given is not None:
-                self._build(given, "the schema")
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    @classmethod
-    def attach(
-        cls, name: str, *, owner: int | None = None, readonly: bool = False, timeout: float | None = 0.0
-    ) -> Buffer:
-        """A handle on an existing buffer of this user, or of user ``owner`` if the mode lets us. Runs no code from it.
-
-        Args:
-            timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
-
-        Raises:
-            BufferNotFound, BufferFormatError, PermissionError
-        """
-        handle = segment.attach_within(timeout, name, owner=owner, readonly=readonly)
-        return cls(name, handle, owner=owner, readonly=readonly)
-
-    def _start_draining(self) -> None:
-        if self._drain == "thread":
-            self._handle.start_thread(False)
-        elif self._drain == "process":
-            self._drain_process = subprocess.Popen(
-                [sys.executable, "-m", "shmbuf.drain", self.name, "--leave-when-alone"], stdin=subprocess.DEVNULL
-            )
-
-    def close(self) -> None:
-        """Let go: what this handle put is drained if nobody else is at it, its ring is given back. An unnamed buffer goes
-        when its creator closes. Closing twice is nothing."""
-        self._finalizer()
-        if self._drain_process is not None and self._drain_process.poll() is None and self._owns:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself, the buffer is destroyed
-                self._drain_process.wait(10)
-
-    def _rearm_finalizer(self) -> None:
-        self._finalizer.detach()
-        instance = self._header["instance_id"] if self._owns else None
-        self._finalizer = weakref.finalize(self, _finalize, self._handle, self.name, instance, os.getpid())
-
-    @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple:
-        return _unpickle, (type(self), self.name, self._owner, self._readonly, self._header["instance_id"])
-
-    def _recover(self, error: Exception) -> None:
-        """A native call met a dead handle: attach anew in a fork child, else say what happened."""
-        why = _STATUS[error.args[0]]
-        if why != "forked" or self.closed:
-            raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
-        instance = self._header["instance_id"]
-        self._finalizer.detach()
-        try:
-            handle = segment.attach(self.name, owner=self._owner, readonly=self._readonly)
-        except BufferNotFound as e:
-            raise StorageLost(f"this forked process cannot attach: {e}") from None
-        if handle.header["instance_id"] != instance:
-            handle.close()
-            raise StorageLost(
-                f"the buffer that was named {self.name!r} at the fork is gone; the name means another one now"
-            )
-        self._standby = self._owns = False
-        self._drain_process = None
-        self._adopt(handle)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        try:
-            return getattr(self._handle, method)(*args)
-        except native.Gone as e:
-            self._recover(e)
-            return getattr(self._handle, method)(*args)
-        except native.FormatError as e:
-            raise BufferFormatError(f"buffer {self.name!r}: {e}") from None
-
-    def _get(self, attribute: str) -> Any:
-        try:
-            return getattr(self._handle, attribute)
-        except native.Gone as e:
-            self._recover(e)
-            return getattr(self._handle, attribute)
-        except native.FormatError as e:
-            raise BufferFormatError(f"buffer {self.name!r}: {e}") from None
-
-    # ---- what it is ---------------------------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        return self._header["capacity"]
-
-    @property
-    def schema(self) -> Schema | None:
-        """None until somebody put the first rows."""
-        if self._schema is None and self._get("ready"):
-            schema = Schema.from_bytes(self._handle.schema)
-            if schema.row_bytes != self._handle.header["row_bytes"]:
-                raise BufferFormatError(f"buffer {self.name!r}: its schema and its rows have different sizes")
-            self._use_schema(schema)
-        return self._schema
-
-    def _use_schema(self, schema: Schema) -> None:
-        self._columns = schema.native()
-        self.marks = streams.resolve(schema, self.config.get("streams") or {})
-        self._header = self._handle.header
-        self._schema = schema
-
-    def _build(self, schema: Schema, whose: str, timeout: float | None = None) -> None:
-        if self._readonly and not self._get("ready"):
-            raise PermissionError("a read-only handle cannot give the buffer its schema")
-        self._get("ready")  # a fork child attaches anew here
-        seconds = self._seconds if timeout is None else seconds_of(timeout)
-        self._use_schema(segment.build(self._handle, schema, whose, seconds))
-
-    def __len__(self) -> int:
-        return self._get("size")
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """Stored ids are ``range(*window)``."""
-        lo, _, hi = self._get("window")
-        return lo, hi
-
-    @property
-    def write_count(self) -> int:
-        """Rows stored since the buffer was made or emptied, overwritten ones included."""
-        return self._call("counters")["write_count"]
-
-    def stats(self) -> dict[str, Any]:
-        """Counters and gauges; cheap, never blocks, from any process.
-
-        ``size`` (rows), ``write_count``, ``capacity``, ``utilization``, ``initialized`` (has a schema); of rings: ``put_rows``,
-        ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
-        the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
-        ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
-        ``first_id``, ``end_id``, ``reserve``.
-        """
-        c = self._call("counters")
-        return {
-            **c,
-            "capacity": self.capacity,
-            "utilization": c["size"] / self.capacity,
-            "initialized": self._handle.ready,
-        }
-
-    def collectors(self) -> list[dict[str, Any]]:
-        """One dict per ring in use: owner, state (alive, dead, closed), fill and counters."""
-        return self._call("collectors")
-
-    def members(self) -> list[dict[str, Any]]:
-        """One dict per attached process: pid, command, roles, alive."""
-        return self._call("members")
 
     # ---- putting ------------------------------------------------------------------------------------------------
 
@@ -400,10 +50,10 @@ class Buffer(PriorityMethods):
             rows: arrays [n, *shape] of the schema's dtypes. Any strides and byte order; dtypes are never converted.
             stream: whose next steps these rows are: one number, or one a row (a step of many environments). Default 0.
             priorities: one number a row, or one for all, instead of the maximum; ignored unless the buffer keeps priorities.
-            timeout: seconds, instead of the buffer's.
+            timeout: seconds; None: the buffer's.
 
         Raises:
-            SchemaError: lists every difference; nothing was put.
+            SchemaError: lists every difference; nothing was put. ValueError: a stream or priority that cannot be taken.
             RingFull: nothing was put.
             CommitPending: a put larger than the ring ran out of time: ``.rows`` of them are in.
             TooManyCollectors, ConcurrentUse, StorageLost, NotEnoughMemory
@@ -413,7 +63,7 @@ class Buffer(PriorityMethods):
     def extend(
         self, rows: Mapping, *, stream: Any = None, priorities: Any = None, timeout: float | None = None
     ) -> np.ndarray:
-        """Put, wait for the commit, and return int64[n], the rows' ids."""
+        """Put, wait for the commit, and return int64[n], the rows' ids. timeout: seconds in all; None: the buffer's."""
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
         return self._put(rows, False, timeout, stream, priorities).wait(left_of(timeout, since))
 
@@ -433,15 +83,13 @@ class Buffer(PriorityMethods):
         if n == 0:
             return self._nothing()
         extras = self.extras(n, stream, priorities)
-        ticket = self.submit(
-            self._columns, converted, n, wake=wake, timeout=timeout, tensors=False, extras=extras
-        )
+        ticket = self.submit(self._columns, converted, n, wake=wake, timeout=timeout, tensors=False, extras=extras)
         assert ticket is not None, "converted rows fit"
         return ticket
 
     def extras(self, n: int, stream: Any, priorities: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
         """For the floors above: what comes with n rows, checked."""
-        of = leaves = None
+        of = p = None
         if stream is not None:
             self._require_streams()
             of = np.asarray(stream)
@@ -451,8 +99,8 @@ class Buffer(PriorityMethods):
                 )
             of = np.ascontiguousarray(np.broadcast_to(of.astype(np.int64), (n,)))
         if priorities is not None:
-            leaves = as_priorities(priorities, n).astype(np.float64, copy=False)
-        return of, leaves
+            p = as_priorities(priorities, n).astype(np.float64, copy=False)
+        return of, p
 
     def _require_streams(self) -> None:
         assert self._schema is not None
@@ -480,19 +128,17 @@ class Buffer(PriorityMethods):
     ) -> Ticket | None:
         """For the floors above: put rows, as leaves in column order (a list), or nested as the schema.
 
-        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. None: they need conversion first.
+        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. timeout: None: the buffer's.
+        Returns None if they need conversion first.
         """
         seconds = self._seconds if timeout is None else seconds_of(timeout)
         method = "put_leaves" if type(rows) is list else "put_tree"
-        of, leaves = extras
-        with_them = (0 if of is None else _address(of), 0 if leaves is None else _address(leaves))
+        of, p = extras
+        with_them = (0 if of is None else address_of(of), 0 if p is None else address_of(p))
         try:
             t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors, *with_them)
-        except ValueError as e:
-            if leaves is None or not str(e).startswith("priority "):
-                raise
-            j = int(str(e).split()[1])
-            raise bad_priority(self, j, float(leaves[j])) from None
+        except native.BadPriority as e:
+            raise bad_priority(self, e.args[0], float(p[e.args[0]])) from None  # type: ignore[index]
         if t is None:
             return None
         ticket = Ticket(t, self, convert)
@@ -500,165 +146,12 @@ class Buffer(PriorityMethods):
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
         return ticket
 
-    # ---- reading ------------------------------------------------------------------------------------------------
-
-    def _outputs(self, n: int) -> list[np.ndarray]:
-        assert self._schema is not None
-        return [np.empty((n, *c.shape), c.numpy) for c in self._schema.columns]
-
-    def draw(self, n: int, *, timeout: float | None = 0.0) -> tuple[dict[str, Any], np.ndarray]:
-        """n rows drawn uniformly with replacement.
-
-        Args:
-            timeout: seconds to wait for the first row; 0 raises at once; None waits for ever.
-
-        Returns:
-            rows: nested dict of arrays [n, *shape], copies; ids: int64[n].
-
-        Raises:
-            NotEnoughRows: the buffer is empty. Lapped: rows are overwritten faster than one can be copied.
-        """
-        seconds = seconds_of(timeout)
-        if n < 0:
-            raise ValueError(f"n={n}: a number of rows ≥ 0")
-        self._wait_schema(timeout)
-        out, ids = self._outputs(n), np.empty(n, np.int64)
-        self.draw_into(self._columns, [_address(a) for a in out], n, _address(ids), 0, seconds)
-        return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
-
-    def draw_into(self, columns: Any, addresses: list[int], n: int, ids: int, slots: int, seconds: float) -> None:
-        """For the floors above: draw into packed memory. ids and (unless 0) slots are addresses of int64[n]."""
-        self._drawn(lambda left: self._call("draw", columns, addresses, n, ids, slots, left), n, seconds)
-
-    def _wait_schema(self, timeout: float | None) -> None:
-        if self.schema is None:
-            self.wait_rows(1, timeout)
-            assert self.schema is not None, "rows are stored, so there is a schema"
-
-    def _drawn(self, draw: Callable[[float], int], n: int, seconds: float) -> None:
-        """Draw, waiting for rows if there are none; an error that says why nothing can be drawn."""
-        if not self._standby:
-            self._become_reader()
-        status = draw(seconds)
-        while status != _OK:
-            why = _STATUS[status]
-            if why == "lapped":
-                raise Lapped(
-                    f"rows are overwritten faster than one of {self._schema.row_bytes:,} bytes is copied; "  # type: ignore[union-attr]
-                    f"the capacity of {self.capacity:,} rows is too small for this write rate"
-                )
-            if why == "timeout":
-                raise Lapped(
-                    f"no row can be read: one transaction has been overwriting all {self.capacity:,} for "
-                    f"{max(seconds, 1.0):g} s; {failures.writer_text(self)}"
-                )
-            if why == "no_priority":
-                raise RuntimeError(f"no row can be drawn: all {len(self):,} priorities are 0")
-            if why == "not_ready":
-                raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
-            if why != "empty":
-                raise StorageLost(f"buffer {self.name!r} was {why} while rows were being drawn")
-            if n == 0:
-                return
-            self.wait_rows(1, seconds if seconds >= 0 else None)
-            status = draw(seconds)
-
-    def _become_reader(self) -> None:
-        """A handle that samples keeps a standby: a sleeping thread that drains when rings hold rows and nobody does."""
-        self._standby = True
-        if self._readonly:
-            return
-        self._call("add_role", native.READER)
-        if self._drain != "caller":
-            self._call("start_thread", True)
-
-    def wait_rows(self, n: int, timeout: float | None = None) -> None:
-        """Wait until at least n rows are stored. Raises NotEnoughRows when ``timeout`` seconds are over, StorageLost."""
-        seconds = seconds_of(timeout)
-        if n > self.capacity:
-            raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
-        status = _STATUS[self._call("wait_rows", n, seconds)]
-        if status == "timeout":
-            have = len(self)
-            if have >= n:  # they came between the last look and this one
-                return
-            raise NotEnoughRows(
-                f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
-                + (f" after {seconds:g} s" if seconds else "; timeout= waits for them")
-                if not have
-                else f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)"
-            )
-        if status != "ok":
-            raise StorageLost(f"buffer {self.name!r} was {status} while waiting for rows")
-
-    def gather(self, ids: Any) -> dict[str, Any]:
-        """The rows of these ids, in order: nested dict of arrays [n, *shape], copies.
-
-        Raises:
-            Lapped: some are not stored (any more): names how many and the window.
-        """
-        ids = _as_ids(ids)
-        rows, valid = self.try_gather(ids)
-        if not valid.all():
-            bad = ids[~valid]
-            lo, hi = self.window
-            raise Lapped(
-                f"{len(bad):,} of {len(ids):,} ids are not stored (first: {bad[0]}); stored now: {lo} to {hi - 1}"
-                if hi > lo
-                else f"{len(bad):,} of {len(ids):,} ids are not stored; the buffer is empty"
-            )
-        return rows
-
-    def try_gather(self, ids: Any) -> tuple[dict[str, Any], np.ndarray]:
-        """As :meth:`gather`, with bool[n] telling which rows are valid instead of the error."""
-        ids = _as_ids(ids)
-        if self.schema is None:
-            return {}, np.zeros(len(ids), bool)
-        out = self._outputs(len(ids))
-        valid = self.fetch_into(self._columns, [_address(a) for a in out], ids)
-        return nest(self._schema.keys, out), valid  # type: ignore[union-attr]
-
-    def fetch_into(self, columns: Any, addresses: list[int], ids: np.ndarray) -> np.ndarray:
-        """For the floors above: the rows of int64 ids into packed memory; returns bool[n] valid."""
-        done = np.zeros(len(ids), np.uint8)
-        self._call("fetch", columns, addresses, len(ids), _address(ids), _address(done))
-        return done.view(bool)
-
-    def fetch_slots_into(
-        self, columns: Any, addresses: list[int], slots: np.ndarray, seconds: float = 1.0
-    ) -> np.ndarray:
-        """For the floors above: the rows that lie in these slots into packed memory; returns their ids, int64[n].
-
-        A row that is overwritten meanwhile is read again as its successor. Raises IndexError for a slot beyond the stored
-        rows, Lapped if some slot stays in transition for ``seconds``.
-        """
-        n, capacity, give_up = len(slots), self.capacity, time.monotonic() + seconds
-        done, ids = np.zeros(n, np.uint8), np.zeros(n, np.int64)
-        while True:
-            lo, _, hi = self._get("window")
-            if n and (int(slots.min()) < 0 or int(slots.max()) >= hi - lo):
-                raise IndexError(
-                    f"index {int(slots.max() if slots.min() >= 0 else slots.min())} is out of range: "
-                    f"{hi - lo:,} rows are stored"
-                )
-            fresh = hi - 1 - (hi - 1 - slots) % capacity  # the newest id of each slot
-            ids = np.where(done, ids, fresh)
-            if self._call("fetch", columns, addresses, n, _address(ids), _address(done)) == n:
-                return ids
-            if time.monotonic() > give_up:
-                raise Lapped(
-                    f"{int(n - done.sum()):,} of {n:,} rows are being overwritten for {seconds:g} s; {failures.writer_text(self)}"
-                )
-            if not self._readonly:
-                self.drain()
-            time.sleep(5e-5)
-
-    # ---- the rest -----------------------------------------------------------------------------------------------
+    # ---- emptying, draining ------------------------------------------------------------------------------------
 
     def empty(self, *, empty_write_count: bool = True, timeout: float | None = None) -> None:
         """Forget, for everybody, every row whose put returned before this call. Ids go on, slots start again at 0.
 
-        Rows that others put meanwhile may come before (and are forgotten) or after.
+        Rows that others put meanwhile may come before (and are forgotten) or after. timeout: seconds; None: the buffer's.
         """
         if self.schema is None:
             return
@@ -682,21 +175,3 @@ class Buffer(PriorityMethods):
         if self.closed:
             return f"Buffer({self.name!r}, closed)"
         return f"Buffer({self.name!r}, {len(self):,} of {self.capacity:,} rows, {self.schema or 'no schema yet'})"
-
-
-def _unpickle(cls: type[Buffer], name: str, owner: int | None, readonly: bool, instance_id: int) -> Buffer:
-    self = cls.attach(name, owner=owner, readonly=readonly)
-    if self._header["instance_id"] != instance_id:
-        self.close()
-        raise StorageLost(
-            f"the buffer that was named {name!r} when this handle was pickled is gone; the name means another one now"
-        )
-    return self
-
-
-def _finalize(handle: Any, name: str, instance_id: int | None, owner_pid: int) -> None:
-    """instance_id is given by the creator of an unnamed buffer, which ends with it (but not with its forked children)."""
-    handle.close()
-    if instance_id is not None and os.getpid() == owner_pid:
-        with contextlib.suppress(ShmbufError, OSError):  # gone already
-            segment.destroy(name, force=True, instance_id=instance_id)

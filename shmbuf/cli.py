@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import re
 import stat
@@ -19,7 +18,8 @@ import posix_ipc
 
 from shmbuf import __version__, segment
 from shmbuf._extension import native
-from shmbuf.errors import BufferFormatError, BufferNotFound, ShmbufError
+from shmbuf.errors import BufferFormatError, BufferNotFound, ShmbufError, TooManyOpenFiles
+from shmbuf.printing import count, living, nbytes, print_json, print_rich, printable, seconds, styled, table
 from shmbuf.schema import Schema, show_key
 
 Info = dict[str, Any]
@@ -52,10 +52,10 @@ SUMMARY = (
     "collectors_alive",
     "rows_total",
     "write_count",
+    "waiting_rows",
     "created",
     "age_seconds",
 )
-FORCE = "%s. `shminfo rm --force %s` removes it"
 DEAD_SHOWN = 5  # dead entries of `show`; --json has them all
 
 EPILOG = """examples:
@@ -100,6 +100,8 @@ def look(name: str, owner: int, *, whole: bool = False) -> Info:
         with contextlib.closing(segment.attach(name, owner=owner, watch=True)) as handle:
             info["attached"] = handle.attached
             _read(handle, info, whole)
+    except TooManyOpenFiles:  # says nothing of the file
+        raise
     except FileNotFoundError:  # BufferNotFound is one
         raise BufferNotFound(_not_found(name, owner)) from None
     except PermissionError:
@@ -142,6 +144,10 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
         state=state,
         processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
         collectors_alive=sum(c["state"] == "alive" for c in collectors),
+        # Put and not stored. A killed collector may have counted a record that it never published: an empty ring holds none.
+        waiting_rows=sum(
+            max(0, c["put_rows"] - c["stored_rows"] - c["skipped_rows"]) for c in collectors if c["ring_used"]
+        ),
     )
     if not whole:
         return
@@ -219,101 +225,6 @@ def _process_state(entry: Info) -> str | None:
     return segment.process_state(entry["pid"]) if same else None
 
 
-# ---- words and numbers for people ------------------------------------------------------------------------------
-
-
-def printable(text: Any) -> str:
-    """Names, commands and settings are anybody's bytes: none of them gets to command the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
-def nbytes(n: float | None) -> str:
-    if n is None or n < 1024:
-        return "-" if n is None else f"{n} B"
-    power = min(4, (int(n).bit_length() - 1) // 10)
-    return f"{n / 1024**power:.1f} {' KMGT'[power]}iB"
-
-
-def seconds(s: float | None) -> str:
-    if s is None or s < 10:
-        return "-" if s is None else f"{s:.1f} s"
-    return (
-        f"{s:.0f} s"
-        if s < 120
-        else f"{s / 60:.0f} min"
-        if s < 7200
-        else (f"{s / 3600:.0f} h" if s < 172_800 else f"{s / 86_400:.0f} d")
-    )
-
-
-def count(n: int | None, what: str = "") -> str:
-    return "-" if n is None else f"{n:,}" + (f" {what}{'' if n == 1 else 's'}" if what else "")
-
-
-def plain(value: Any) -> Any:
-    """As JSON can hold it: configurations may hold bytes, inf and nan."""
-    if isinstance(value, dict):
-        return {str(plain(k)): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    known = value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
-    return value if known else str(value)
-
-
-def print_json(value: Any) -> None:
-    import json
-
-    sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
-
-
-def print_rich(*parts: Any) -> None:
-    """Tables to stdout, each as wide as it is: numbers folded into narrow columns help nobody."""
-    from rich.console import Console
-
-    console = Console(width=2000, markup=False, emoji=False, highlight=False)
-    with console.capture() as text:  # written in one go: a closed pipe then is our exception, not rich's exit
-        console.print(*parts, sep="\n")
-    sys.stdout.write("\n".join(line.rstrip() for line in text.get().split("\n")))
-
-
-def table(*columns: str, title: str | None = None) -> Any:
-    """A table; a column whose name ends in ">" is set flush right."""
-    from rich import box
-    from rich.table import Table
-
-    t = Table(
-        box=box.SIMPLE_HEAD,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for c in columns:
-        t.add_column(c.rstrip(">"), justify="right" if c.endswith(">") else "left", no_wrap=True)
-    return t
-
-
-STYLES = {"ok": "green", "alive": "green", "no schema yet": "cyan", "dead": "red", "damaged": "red", "closed": "dim"}
-
-
-def styled(text: Any, style: str | None = None) -> Any:
-    from rich.text import Text
-
-    return Text(printable(text), style=STYLES.get(text, "yellow") if style is None else style)
-
-
-def living(state: str, letter: str | None) -> Any:
-    """alive, dead or closed, and the state of its process."""
-    if letter in ("T", "t"):
-        return styled(f"{state} ({letter}, stopped)")
-    return styled(f"{state} ({letter})" if letter else state, STYLES.get(state, ""))
-
-
 # ---- the commands ----------------------------------------------------------------------------------------------
 
 
@@ -339,13 +250,17 @@ def list_command(args: argparse.Namespace) -> int:
             "attached>",
             "collectors>",
             "written>",
+            "waiting>",
             "age>",
             "state",
         )
         for i in found:
             rows, numbers = (
                 [count(i[k]) for k in keys]
-                for keys in (("size", "capacity", "row_bytes"), ("processes_alive", "collectors_alive", "rows_total"))
+                for keys in (
+                    ("size", "capacity", "row_bytes"),
+                    ("processes_alive", "collectors_alive", "rows_total", "waiting_rows"),
+                )
             )
             t.add_row(
                 *[str(i["owner"])] * args.all_users,
@@ -367,12 +282,16 @@ def show_command(args: argparse.Namespace) -> int:
     info = look(args.name, args.owner, whole=True)
     if "settings" not in info:  # only its outside is known
         text = f"{info['path']} is {info['state']}: {info['reason']}"
-        raise BufferFormatError(FORCE % (text, args.name) if info["state"] == "damaged" else text)
+        raise BufferFormatError(_with_remedy(text, args.name) if info["state"] == "damaged" else text)
     if args.json:
         print_json(info)
     else:
         print_rich(_heading(info), *_tables(info))
     return 0
+
+
+def _with_remedy(text: str, name: str) -> str:
+    return text if "`shminfo rm" in text else f"{text}. `shminfo rm --force {name}` removes it"
 
 
 def _heading(info: Info) -> Any:
@@ -391,6 +310,7 @@ def _heading(info: Info) -> Any:
     line(
         "written",
         count(c["rows_total"], "row"),
+        info["waiting_rows"] and f"{info['waiting_rows']:,} waiting in rings",
         c["write_count"] != c["rows_total"] and f"{c['write_count']:,} since the buffer was emptied",
         *(f"{c[f'{k}_rows']:,} {k}" for k in ("skipped", "dropped", "refused") if c[f"{k}_rows"]),
         c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
@@ -462,7 +382,7 @@ def _tables(info: Info) -> Iterator[Any]:
     alive = [m for m in members if m["alive"]]
     dead = members[len(alive) :][::-1]  # the latest first
     if members:
-        title = f"attached: {info['processes_alive']} alive"
+        title = f"handles: {len(alive)} alive" + (f", {len(dead)} dead" if dead else "")
         t = table("pid>", "command", "roles", "slot>", "since>", "state", title=title)
         for m in alive + dead[:DEAD_SHOWN]:
             t.add_row(
@@ -479,6 +399,7 @@ def _tables(info: Info) -> Iterator[Any]:
     if collectors:
         from rich.bar import Bar
 
+        states = {s: sum(c["state"] == s for c in collectors) for s in ("alive", "dead", "closed")}
         t = table(
             "slot>",
             "pid>",
@@ -492,7 +413,7 @@ def _tables(info: Info) -> Iterator[Any]:
             "dropped>",
             "refused>",
             "blocked>",
-            title=f"collectors: {info['collectors_alive']} alive",
+            title="collectors: " + ", ".join(f"{n} {s}" for s, n in states.items() if n or s == "alive"),
         )
         for c in collectors:
             t.add_row(
@@ -512,20 +433,25 @@ def rm_command(args: argparse.Namespace) -> int:
     """`shminfo rm NAME…`: destroy. Those that can go, go, whatever becomes of the others."""
     results = []
     for name in args.names:
-        error = None
+        error, waiting = None, None
         try:
+            waiting = look(name, args.owner)["waiting_rows"] if segment.check_name(name) else None
             segment.destroy(name, force=args.force, owner=args.owner)
         except BufferNotFound:
             error = _not_found(name, args.owner)
         except BufferFormatError as e:
             path = segment.path_of(name, args.owner)
             regular = os.path.isfile(path) and not os.path.islink(path)
-            error = FORCE % (e, name) if regular else f"{e}. Remove it yourself: rm {path}"
+            error = _with_remedy(str(e), name) if regular else f"{e}. Remove it yourself: rm {path}"
         except ERRORS as e:
             error = str(e)
-        results.append({"name": name, "owner": args.owner, "removed": error is None, "error": error})
-        if error is not None or not args.json:
-            print(printable(f"shminfo: {error}") if error else f"removed {name}", file=sys.stderr if error else None)
+        removed = error is None
+        results.append(
+            {"name": name, "owner": args.owner, "removed": removed, "waiting_rows": waiting, "error": error}
+        )
+        lost = f", and with it {count(waiting, 'row')} that waited in rings" if waiting else ""
+        if error or not args.json:
+            print(printable(f"shminfo: {error}") if error else f"removed {name}{lost}", file=sys.stderr if error else None)
     if args.json:
         print_json(results)
     return int(any(r["error"] for r in results))

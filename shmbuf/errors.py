@@ -19,6 +19,7 @@ __all__ = [
     "ShmbufError",
     "StorageLost",
     "TooManyCollectors",
+    "TooManyOpenFiles",
 ]
 
 
@@ -60,6 +61,10 @@ class Lapped(ShmbufError, RuntimeError):
 
 class TooManyCollectors(ShmbufError, RuntimeError):
     """All of the buffer's rings have living owners."""
+
+
+class TooManyOpenFiles(ShmbufError, OSError):
+    """No file descriptor is left for a handle. Nothing was made or attached."""
 
 
 class CommitPending(ShmbufError, TimeoutError):

@@ -17,6 +17,7 @@ from shmbuf.errors import (
 )
 
 if TYPE_CHECKING:
+    from shmbuf.attachment import Attachment
     from shmbuf.buffer import Buffer
     from shmbuf.ticket import Ticket
 
@@ -66,7 +67,7 @@ def _ring_full_text(buffer: Buffer, n: int, seconds: float) -> str:
     )
 
 
-def writer_text(buffer: Buffer) -> str:
+def writer_text(buffer: Attachment) -> str:
     c = buffer._call("counters")
     pid = c["writer_pid"]
     if not c["writer_active"]:

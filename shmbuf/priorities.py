@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shmbuf._extension import native
 from shmbuf.errors import StorageLost
 from shmbuf.failures import writer_text
+from shmbuf.reading import Reading, address_of, as_ids
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
-
-if TYPE_CHECKING:
-    from shmbuf.buffer import Buffer
 
 _STATUS = native.STATUSES
 NORMALIZE = ("buffer", "batch")
@@ -44,7 +42,7 @@ def as_priorities(priorities: Any, n: int) -> np.ndarray:
     return np.ascontiguousarray(np.broadcast_to(array, (n,)))
 
 
-def bad_priority(buffer: Buffer, j: int, value: float) -> ValueError:
+def bad_priority(buffer: Reading, j: int, value: float) -> ValueError:
     if np.isfinite(value) and value >= 0:
         f = buffer._get("priorities")
         with np.errstate(all="ignore"):
@@ -55,11 +53,11 @@ def bad_priority(buffer: Buffer, j: int, value: float) -> ValueError:
     return ValueError(f"priorities[{j}] = {value!r}: {why}. Nothing was changed")
 
 
-class PriorityMethods:
+class Priorities(Reading):
     """What `Buffer` does about priorities. Leaf of a row = ``(priority + eps) ** alpha``; it is drawn with probability leaf / sum."""
 
     def keep_priorities(
-        self: Buffer,
+        self,
         alpha: float = 0.6,
         eps: float = 1e-8,
         *,
@@ -96,7 +94,7 @@ class PriorityMethods:
         if status != "ok":
             raise StorageLost(f"buffer {self.name!r} was {status} while it began to keep priorities")
 
-    def set_priorities(self: Buffer, ids: Any, priorities: Any) -> np.ndarray:
+    def set_priorities(self, ids: Any, priorities: Any) -> np.ndarray:
         """Set priorities of rows by id, in place, for every process at once.
 
         Args:
@@ -110,19 +108,17 @@ class PriorityMethods:
             ValueError: a NaN, ±inf or negative priority, or p^alpha outside float32. IndexError: an id never stored.
             Both name position and value; nothing was changed.
         """
-        from shmbuf.buffer import _address, _as_ids
-
-        ids = _as_ids(ids)
+        ids = as_ids(ids)
         p = as_priorities(priorities, len(ids))
         applied = np.zeros(len(ids), np.uint8)
         status, j = self._call(
-            "set_priorities", _address(ids), _address(p), len(ids), p.itemsize, _address(applied)
+            "set_priorities", address_of(ids), address_of(p), len(ids), p.itemsize, address_of(applied)
         )
         if status:
             self._not_set(_STATUS[status], j, ids, p)
         return applied.view(bool)
 
-    def _not_set(self: Buffer, why: str, j: int, ids: np.ndarray, p: np.ndarray) -> None:
+    def _not_set(self, why: str, j: int, ids: np.ndarray, p: np.ndarray) -> None:
         if why == "unknown_row":
             lo, hi = self.window
             raise IndexError(
@@ -136,18 +132,16 @@ class PriorityMethods:
             raise PermissionError("a read-only handle cannot set priorities")
         raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
 
-    def priorities(self: Buffer, ids: Any) -> np.ndarray:
+    def priorities(self, ids: Any) -> np.ndarray:
         """float64[n]: priorities as they were set; NaN for rows that are not stored (and with alpha=0, which forgets them)."""
-        from shmbuf.buffer import _address, _as_ids
-
-        ids = _as_ids(ids)
+        ids = as_ids(ids)
         out = np.empty(len(ids), np.float64)
-        if not self._call("get_priorities", _address(ids), len(ids), _address(out)):
+        if not self._call("get_priorities", address_of(ids), len(ids), address_of(out)):
             raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
         return out
 
     def draw_by_priority(
-        self: Buffer,
+        self,
         n: int,
         *,
         beta: float = 0.4,
@@ -168,8 +162,6 @@ class PriorityMethods:
         Raises:
             NotEnoughRows, Lapped: see `draw`. RuntimeError: all priorities are 0, or the buffer keeps none.
         """
-        from shmbuf.buffer import _address
-
         check_weighting(beta, normalize)
         seconds = seconds_of(timeout)
         if n < 0:
@@ -177,13 +169,13 @@ class PriorityMethods:
         self._wait_schema(timeout)
         out, ids, weights = self._outputs(n), np.empty(n, np.int64), np.empty(n, np.float32)
         self.draw_by_priority_into(
-            self._columns, [_address(a) for a in out], n, _address(ids), 0, _address(weights),
+            self._columns, [address_of(a) for a in out], n, address_of(ids), 0, address_of(weights),
             beta, stratified, normalize, seconds,
         )  # fmt: skip
         return nest(self._schema.keys, out), ids, weights  # type: ignore[union-attr]
 
     def draw_by_priority_into(
-        self: Buffer,
+        self,
         columns: Any,
         addresses: list[int],
         n: int,

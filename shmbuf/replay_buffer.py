@@ -105,7 +105,7 @@ class ReplayBuffer:
             data: a TensorDict of batch size [n] (any strides, any device; dtypes are never converted), or a list of
                 TensorDicts to stack. ``index``, ``row_id`` and ``priority_weight`` are dropped unless the schema has them.
             update_priority: as in TorchRL; without a prioritised sampler it changes nothing.
-            timeout: seconds, instead of the buffer's.
+            timeout: seconds; None: the buffer's.
 
         Returns:
             LongTensor[n]: the rows' indices.
@@ -117,11 +117,17 @@ class ReplayBuffer:
         return self._store(self._batch(data), timeout, wake=False, wait=True)
 
     def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
-        """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call."""
+        """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call.
+
+        timeout: seconds to wait for room in the ring; None: the buffer's.
+        """
         return self._store(self._batch(data), timeout, wake=True, wait=False)
 
     def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int | None:
-        """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it."""
+        """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it.
+
+        timeout: seconds; None: the buffer's.
+        """
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
         index = self._store(td, timeout, wake=False, wait=True, single=True)
         return int(index) if len(index) else None
@@ -170,8 +176,11 @@ class ReplayBuffer:
 
     @staticmethod
     def _collect(data: Any, batch_size: list | None) -> TensorDictBase:
+        size = "[n]" if batch_size is None else batch_size
+        hint = f": TensorDict(d, batch_size={size}) makes one of it, a Buffer takes dicts of arrays"
         raise SchemaError(
             f"rows are a TensorDict{'' if batch_size is not None else ' or a list of them'}, not {type(data).__name__}"
+            + (hint if isinstance(data, Mapping) else "")
         )
 
     # ---- reading ------------------------------------------------------------------------------------------------
@@ -209,6 +218,10 @@ class ReplayBuffer:
             return td, {"index": td["index"], "row_id": td["row_id"]}
         return td
 
+    def wait_rows(self, n: int, timeout: float | None = None) -> None:
+        """Wait until at least n rows are stored. NotEnoughRows when ``timeout`` seconds are over; None: for ever."""
+        self.buffer.wait_rows(n, timeout)
+
     def __iter__(self) -> Iterator[TensorDictBase]:
         if self._batch_size is None:
             raise RuntimeError("batch_size not specified: iterating needs the constructor's batch_size")
@@ -223,7 +236,7 @@ class ReplayBuffer:
         return len(self._storage)
 
     def empty(self, empty_write_count: bool = True, *, timeout: float | None = None) -> None:
-        """Forget all rows, for every process; indices start again at 0. timeout: seconds, instead of the buffer's."""
+        """Forget all rows, for every process; indices start again at 0. timeout: seconds; None: the buffer's."""
         timeout = self.buffer.config["timeout"] if timeout is None else timeout
         with self._alone(timeout):
             self.buffer.empty(empty_write_count=empty_write_count, timeout=timeout)
@@ -268,6 +281,15 @@ class ReplayBuffer:
     def close(self) -> None:
         """Let go of the buffer. An unnamed one ends with the handle that made it; a named one stays until `shmbuf.destroy`."""
         self.buffer.close()
+
+    def destroy(self, *, force: bool = False) -> None:
+        """Close this handle and remove the buffer: see `Buffer.destroy`."""
+        self.buffer.destroy(force=force)
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether somebody destroyed the buffer."""
+        return self.buffer.destroyed
 
     def __enter__(self: Self) -> Self:
         return self
@@ -326,7 +348,12 @@ def _unpickle(cls: type[ReplayBuffer], buffer: Buffer, batch_size: int | None) -
 
 
 def attach(
-    name: str, *, owner: int | None = None, readonly: bool = False, batch_size: int | None = None
+    name: str,
+    *,
+    owner: int | None = None,
+    readonly: bool = False,
+    batch_size: int | None = None,
+    timeout: float | None = 0.0,
 ) -> ReplayBuffer:
     """The replay buffer of that name, in any process, at any time: same class, same methods.
 
@@ -334,11 +361,12 @@ def attach(
         owner: uid of another user whose buffer it is, if its mode lets this one in.
         readonly: map it read-only: sampling and looking only.
         batch_size: of this handle only.
+        timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
 
     Raises:
         BufferNotFound, BufferFormatError, PermissionError
     """
-    buffer = Buffer.attach(name, owner=owner, readonly=readonly)
+    buffer = Buffer.attach(name, owner=owner, readonly=readonly, timeout=timeout)
     face = buffer.config.get("face") or {}
     cls = _FACES.get(face.get("class", "ReplayBuffer"))
     if cls is None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import secrets
 import stat
 import time
@@ -25,6 +26,7 @@ from shmbuf.errors import (
     NotEnoughMemory,
     RingFull,
     StorageLost,
+    TooManyOpenFiles,
 )
 from shmbuf.schema import Schema
 from shmbuf.streams import resolve
@@ -63,6 +65,30 @@ def process_state(pid: int) -> str | None:
             return f.read().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return None
+
+
+def damaged(name: str, why: object, owner: int | None = None) -> BufferFormatError:
+    """The error for a buffer that cannot be read, with the remedy."""
+    whose = "" if owner in (None, os.getuid()) else f"--owner {owner} "
+    return BufferFormatError(f"{path_of(name, owner)}: {why}. `shminfo rm --force {whose}{name}` removes it")
+
+
+@contextlib.contextmanager
+def enough_files() -> Iterator[None]:
+    """An OSError that means "no descriptor left" becomes one that says the limit."""
+    try:
+        yield
+    except OSError as e:
+        if isinstance(e, TooManyOpenFiles) or e.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = (
+            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} files open (RLIMIT_NOFILE); close "
+            "some, or raise the limit (`ulimit -n`)"
+            if e.errno == errno.EMFILE
+            else "the machine has as many files open as it may (/proc/sys/fs/file-max)"
+        )
+        text = f"no descriptor is left for a handle on a buffer, which takes two: {limit}"
+        raise TooManyOpenFiles(e.errno, text) from None
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
@@ -152,6 +178,7 @@ def _too_little(need: int, what: str, where: str, left: int) -> str:
 # ---- create, attach, build, destroy ----------------------------------------------------------------------------
 
 
+@enough_files()
 def create(
     name: str | None,
     *,
@@ -213,11 +240,11 @@ def _exists_text(name: str) -> str:
     what = ""
     try:
         handle = attach(name, watch=True)
-        h, live = handle.header, [m for m in handle.members() if m["alive"]]
+        h, live = handle.header, dict.fromkeys(str(m["pid"]) for m in handle.members() if m["alive"])
         age = time.time() - h["created"]
         what = (
             f" ({handle.size:,} of {h['capacity']:,} rows, created {age:,.0f} s ago, "
-            f"{'attached: pid ' + ', '.join(str(m['pid']) for m in live[:8]) if live else 'nobody attached'})"
+            f"{'attached: pid ' + ', '.join(list(live)[:8]) if live else 'nobody attached'})"
         )
         handle.close()
     except (OSError, ValueError, RuntimeError):
@@ -263,6 +290,7 @@ def _not_found_text(name: str, owner: int | None) -> str:
     )
 
 
+@enough_files()
 def attach(
     name: str, *, owner: int | None = None, readonly: bool = False, watch: bool = False, presence: bool = True
 ) -> Any:
@@ -293,7 +321,7 @@ def attach(
         try:
             handle = native.Handle(*fds, flags)
         except native.FormatError as e:
-            raise BufferFormatError(f"{path_of(name, owner)}: {e}") from None
+            raise damaged(name, e, owner) from None
         if flags & native.NO_PRESENCE:
             return handle
         if handle.present:
@@ -318,7 +346,12 @@ def _open_twice(shm_name: str, readonly: bool) -> list[int]:
 
 def _open(shm_name: str, readonly: bool) -> int:
     """posix_ipc with size 0: any other size would resize everybody's segment."""
-    return posix_ipc.SharedMemory(shm_name, read_only=readonly).fd if readonly else posix_ipc.SharedMemory(shm_name).fd
+    try:
+        return (posix_ipc.SharedMemory(shm_name, read_only=True) if readonly else posix_ipc.SharedMemory(shm_name)).fd
+    except OSError as e:
+        if e.errno is None:  # posix_ipc's two texts about descriptors come without their numbers
+            e.errno = errno.ENFILE if "system" in str(e) else errno.EMFILE
+        raise
 
 
 def attach_within(timeout: float | None, name: str, **how: Any) -> Any:
@@ -385,6 +418,7 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
     return mine
 
 
+@enough_files()
 def destroy(name: str, *, force: bool = False, owner: int | None = None, instance_id: int | None = None) -> None:
     """Remove a buffer. Without ``force`` only if nobody is attached; with it, those attached get StorageLost from their next
     put or wait, and their memory goes when they do.
@@ -409,11 +443,14 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         if os.fstat(lock_fd).st_ino != handle.inode:  # replaced between the two openings
             raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
         if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
-            live = [m for m in handle.members() if m["alive"] and m["pid"] != os.getpid()]
-            who = ", ".join(f"pid {m['pid']} ({m['command']})" for m in live[:8])
-            who = who or "this process (.close() its handles first), or a read-only handle of another"
+            live, me = [m for m in handle.members() if m["alive"]], os.getpid()
+            who = list(dict.fromkeys(f"pid {m['pid']} ({m['command']})" for m in live if m["pid"] != me))[:8]
+            if sum(m["pid"] == me for m in live) > 1:  # one is the handle of this call
+                who.append("this process (.close() its handles first)")
+            if not who:
+                who.append("a read-only handle, of this process or another")
             raise BufferInUse(
-                f"buffer {name!r} is attached: {who}. Close those handles, or destroy({name!r}, force=True) / "
+                f"buffer {name!r} is attached: {', '.join(who)}. Close those handles, or destroy({name!r}, force=True) / "
                 f"`shminfo rm --force {name}` to take it from under them."
             )
         # Only who holds this byte of an inode removes that inode's name: two at once never remove a successor's.
@@ -453,6 +490,7 @@ def stale_unnamed() -> Iterator[str]:
                 os.close(fd)
 
 
+@enough_files()
 def collect_unnamed() -> None:
     for name in list(stale_unnamed()):  # a list: the generator holds a lock while it yields
         with contextlib.suppress(

@@ -259,7 +259,7 @@ class ShmStorage:
     ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
-        The ticket's ``wait`` gives a LongTensor of indices. Errors: see `Buffer.put`.
+        The ticket's ``wait`` gives a LongTensor of indices. timeout: None: the buffer's. Errors: see `Buffer.put`.
         """
         schema = self._ready
         if schema is not None and self._buffer is not None and type(td) is TensorDict:
@@ -301,7 +301,7 @@ class ShmStorage:
                 else "extend() and put() take a batch of rows, batch size [n]"
             )
             hint = (
-                ""
+                ("" if single or batch else " add() stores one row.")
                 if len(batch) < 2
                 else (
                     " To store every step as a row: td.reshape(-1); to store each of the "
@@ -363,6 +363,7 @@ class ShmStorage:
         self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False
     ) -> TensorDictBase:
         """n rows drawn uniformly with replacement, with "index" (slot) and "row_id"; into ``out``'s tensors if given.
+        timeout: seconds to wait for the first row; None: for ever.
 
         Raises NotEnoughRows, Lapped, SchemaError (of out).
         """

@@ -62,6 +62,9 @@ class Ticket:
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the rows can be drawn by every sampler.
 
+        Args:
+            timeout: seconds; None: for ever, whatever the buffer's is.
+
         Returns:
             int64[rows]: their ids (from `Buffer`), or a LongTensor of their indices (from the replay buffers). Rows that a
             drop policy took are left out.

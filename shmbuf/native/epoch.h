@@ -27,8 +27,7 @@ class Permutation {  // of [0, size), size < 2^32: an alternating Feistel networ
     u32 bits = size > 1 ? 32 - u32(std::countl_zero(size - 1)) : 0;
     low_bits_ = bits - bits / 2;
     low_ = (1u << low_bits_) - 1, high_ = (1u << bits / 2) - 1;
-    // A round of 1 or 2 bits mixes little: 4 are enough (tests/native/shared_words.cpp) only from some size on.
-    rounds_ = bits <= kSmallBits ? 4 * kSmall : 4;
+    rounds_ = bits <= 12 ? kRounds : 4;  // a round over few bits mixes little: with 4, orders of 5 rows are 70 σ uneven, with 12 still 8
     for (u32 r = 0; r < rounds_; ++r) key_[r] = mix64(key += 0x9e3779b97f4a7c15ull);
   }
   u32 operator()(u32 x) const {  // x < size. Fewer than two turns on average
@@ -44,9 +43,9 @@ class Permutation {  // of [0, size), size < 2^32: an alternating Feistel networ
   }
 
  private:
-  static constexpr u32 kSmallBits = 12, kSmall = 3;
+  static constexpr u32 kRounds = 16;
   u32 size_, low_bits_, low_, high_, rounds_;
-  u64 key_[4 * kSmall];
+  u64 key_[kRounds];
 };
 
 struct EpochOptions {      // the same for all who share a word: they belong to the buffer's settings

@@ -32,6 +32,8 @@ bool no_signal() {
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() == 0;
 }
+struct BadPriority { u64 at; };
+
 nb::bytes bytes_of(const void *p, u64 n) { return nb::bytes(static_cast<const char *>(p), n); }
 
 // ---- tickets -----------------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
     leaves.resize(n);
     u64 bad;
     if (h->sampling().leaves_of(reinterpret_cast<const double *>(with.priorities), n, leaves.data(), bad) != Status::ok)
-      throw nb::value_error(("priority " + std::to_string(bad)).c_str());
+      throw BadPriority{bad};
     extras.leaves = leaves.data();
   }
   // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
@@ -532,12 +534,15 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.doc() = "The compiled core of shmbuf: segment, rings, transactions, gather.";
   nb::exception<FormatError>(m, "FormatError");
   static PyObject *gone = PyErr_NewException("shmbuf._native.Gone", PyExc_RuntimeError, nullptr);  // .args[0]: a status
-  m.attr("Gone") = nb::borrow(gone);
+  static PyObject *bad_priority = PyErr_NewException("shmbuf._native.BadPriority", PyExc_ValueError, nullptr);  // .args[0]: its position
+  m.attr("Gone") = nb::borrow(gone), m.attr("BadPriority") = nb::borrow(bad_priority);
   nb::register_exception_translator([](const std::exception_ptr &p, void *) {
     try {
       std::rethrow_exception(p);
     } catch (const Gone &g) {
       PyErr_SetObject(gone, nb::int_(int(g.why)).ptr());
+    } catch (const BadPriority &p) {
+      PyErr_SetObject(bad_priority, nb::int_(p.at).ptr());
     }
   });
   const char *statuses[] = {"ok", "full", "dropped", "closed", "destroyed", "forked", "concurrent", "none_free", "no_memory",

@@ -303,23 +303,39 @@ static double deviate(const std::vector<u64> &count, u64 n) {
   for (u64 c : count) chi2 += (double(c) - expected) * (double(c) - expected) / expected;
   return (std::cbrt(chi2 / k) - 1 + v) / std::sqrt(v);
 }
-static double uneven(u32 size, u64 n, bool quiet = false) {
-  std::vector<u64> first(size), last(size), pair(u64(size) * (size - 1)), far(pair);
-  auto index = [&](u32 a, u32 b) { return u64(a) * (size - 1) + b - (b > a); };
-  for (u64 e = 0; e < n; ++e) {  // keys as Epoch makes them
-    Permutation p(mix64(20 ^ mix64(e)), size);
-    u32 a = p(0), b = p(1), z = p(size - 1);
-    ++first[a], ++last[z], ++pair[index(a, b)], ++far[index(a, z)];
-  }
-  double worst = 0;
-  for (auto *c : {&first, &last, &pair, &far})
-    if (c->size() > 1) worst = std::max(worst, deviate(*c, n));
-  if (!quiet) CHECK(worst < 4.5, "permutations of %u are uneven: %.1f standard deviations", size, worst);
-  return worst;
+static void even(const std::vector<u64> &count, u64 n, u32 size, const char *what) {
+  if (double d = deviate(count, n); d > 4) fail("permutations of %u, %s: uneven by %.1f standard deviations", size, what, d);
 }
 static void evenness() {
-  for (u32 size = 2; size <= 20; ++size) uneven(size, 100'000);
-  for (u32 size : {33u, 64u, 100u}) uneven(size, 200'000);
+  auto key = [](u64 e) { return mix64(20 ^ mix64(e)); };  // as Epoch makes them
+  for (u32 size : {2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 33, 64, 100}) {
+    std::vector<u64> first(size), last(size), pair(u64(size) * (size - 1)), far(pair);
+    auto index = [&](u32 a, u32 b) { return u64(a) * (size - 1) + b - (b > a); };
+    u64 n = size > 20 ? 200'000 : 100'000;
+    for (u64 e = 0; e < n; ++e) {
+      Permutation p(key(e), size);
+      u32 a = p(0), b = p(1), z = p(size - 1);
+      ++first[a], ++last[z], ++pair[index(a, b)], ++far[index(a, z)];
+    }
+    even(first, n, size, "first"), even(last, n, size, "last");
+    if (size > 2) even(pair, n, size, "first two"), even(far, n, size, "first and last");
+  }
+  // large: where neighbours go, in 16 × 16 bins, and how far apart
+  for (u32 size : {128, 1024, 4096, 4097 * 16 / 17 * 17, 8192, 65536, 1 << 20, 999'999}) {
+    u32 bins = 16, cell = size / bins, whole = cell * bins;
+    std::vector<u64> two(bins * bins), apart(128);
+    u64 n = 0, m = 0;
+    for (u64 e = 0; e < 300; ++e) {
+      Permutation p(key(e), size);
+      for (u32 x = 0; x < 100; ++x) {
+        u32 a = p(x), b = p((x + 1 + x % 3 * 31) % size), d = (b + size - a) % size - 1;
+        if (a < whole && b < whole && size > 60'000) ++two[a / cell * bins + b / cell], ++n;
+        if (u32 w = (size - 1) / 128; w && d / w < 128) ++apart[d / w], ++m;
+      }
+    }
+    if (n) even(two, n, size, "neighbours");
+    if (m > 2000) even(apart, m, size, "distance of neighbours");
+  }
   // different each epoch: as many fixed points between two as chance has, which is one
   u64 same = 0, n = 2'000;
   for (u64 e = 0; e < n; ++e) {

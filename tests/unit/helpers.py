@@ -8,11 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
-from shmbuf import Buffer, segment
+from shmbuf import Buffer, RingFull, Schema, segment
 from shmbuf.schema import flatten
 
 SPEC = {"obs": ("float32", (4,)), "next": {"obs": ("float32", (4,)), "done": "bool"}, "k": "int64"}  # 48 bytes a row
+ROW = Schema.from_spec(SPEC).row_bytes
+RING = 4096
+RECORD = -(-(32 + ROW) // 32) * 32  # bytes in the ring of a put of one row
+FITS = RING // RECORD  # such puts fill the ring
+WHOLE = (RING // 2 - 32) // ROW  # rows of the largest record
+SMALL = {"schema": {"k": "int64"}, "drain": "caller", "ring_bytes": 4096, "max_collectors": 4}
 
 
 def rows(first: int, n: int = 1) -> dict:
@@ -20,6 +27,11 @@ def rows(first: int, n: int = 1) -> dict:
     k = np.arange(first, first + n, dtype=np.int64)
     obs = (k[:, None] * 8 + np.arange(4)).astype(np.float32)
     return {"obs": obs, "next": {"obs": obs + 4, "done": k % 3 == 0}, "k": k}
+
+
+def k(*numbers: int) -> dict:
+    """Rows of SMALL's schema."""
+    return {"k": np.array(numbers, np.int64)}
 
 
 def same(got: Mapping, expected: Mapping) -> bool:
@@ -82,3 +94,13 @@ def stuck_drainer(name: str) -> Iterator[None]:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def fill(buf: Buffer, first: int) -> int:
+    """Puts of one row until the ring has no room; how many went in. Only with full="error" or timeout=0, and a stuck drainer."""
+    n = 0
+    with pytest.raises(RingFull):
+        while True:
+            buf.put(rows(first + n), timeout=0)
+            n += 1
+    return n

@@ -145,7 +145,8 @@ def test_every_difference_is_listed_in_one_error(rb):
 
 
 def test_wrong_batch_sizes_are_refused(rb):
-    refused(rb, rows(0, None), "got batch size []: extend() and put() take a batch of rows, batch size [n]")
+    one = "got batch size []: extend() and put() take a batch of rows, batch size [n]", "add()"
+    refused(rb, rows(0, None), *one)
     refused(rb, rows(0, 6).reshape(2, 3), "got batch size [2, 3]", "td.reshape(-1)", "td.batch_size = [2]")
     refused(rb, rows(0, 2), "got batch size [2]: add() takes one row", calls=[rb.add])
     refused(rb, [rows(0, 2), rows(2, 2)], "got batch size [2, 2]")
@@ -200,6 +201,12 @@ def test_the_first_rows_may_be_wrong_too():
 def test_rows_that_are_no_tensordict(rb, given):
     refused(rb, given, "TensorDict")
     refused(rb, given, "TensorDict", calls=[rb.add])
+
+
+def test_a_dict_is_told_what_to_do(rb):
+    given = {"obs": torch.zeros(2, 4)}
+    refused(rb, given, "TensorDict(d, batch_size=[n])", "Buffer")
+    refused(rb, given, "TensorDict(d, batch_size=[])", calls=[rb.add])
 
 
 def test_a_list_that_cannot_be_stacked(rb):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -136,6 +137,23 @@ def test_a_buffer_destroyed_while_the_list_is_made_is_left_out(name, shminfo_jso
     assert name in [n for _, n in listed] and name not in [i["name"] for i in shminfo_json("--json")]
 
 
+def test_rows_that_wait_in_rings_are_told_of(name, shminfo, shminfo_json):
+    code = ("import os, signal, sys; from shmbuf import Buffer; from tests.unit.test_cli import SCHEMA, rows\n"
+            "bufs = [Buffer.create(sys.argv[1], 100, schema=SCHEMA, drain='caller'), Buffer.attach(sys.argv[1])]\n"
+            "bufs[0].extend(rows(1)), bufs[0].put(rows(2)), bufs[1].put(rows(3)), os.kill(os.getpid(), signal.SIGKILL)")
+    assert subprocess.run([sys.executable, "-c", code, name], cwd=ROOT).returncode == -signal.SIGKILL
+    (info,) = [i for i in shminfo_json("--json") if i["name"] == name]
+    assert (info["size"], info["waiting_rows"]) == (1, 5)
+    assert row_of(shminfo()[1], name).split()[-5:-3] == ["1", "5"]
+    assert re.search("written +1 row, 5 waiting in rings\n", shminfo("show", name)[1])
+    assert shminfo("rm", name) == (0, f"removed {name}, and with it 5 rows that waited in rings\n", "")
+    with Buffer.create(name, 100, schema=SCHEMA, drain="caller") as buf:
+        buf.extend(rows(2))
+        assert "waiting" not in shminfo("show", name)[1]
+    (result,) = shminfo_json("rm", name, "--json")
+    assert (result["removed"], result["waiting_rows"]) == (True, 0)
+
+
 def test_list_of_a_user_without_buffers(shminfo, shminfo_json):
     assert shminfo_json("--json", "--owner", "4000000001") == []
     assert shminfo("--owner", "4000000001")[:2] == (0, "no buffers of uid 4000000001 in /dev/shm\n")
@@ -229,7 +247,7 @@ def test_a_killed_collector_is_shown_as_dead(name, shminfo, shminfo_json):
         assert (info["processes_alive"], info["collectors_alive"]) == (1, 0)
         out = shminfo("show", name)[1]
         assert sum(str(p.pid) in line and line.rstrip().endswith("dead") for line in out.splitlines()) == 1
-        assert "collectors: 0 alive" in out
+        assert "collectors: 0 alive, 1 dead\n" in out and "handles: 1 alive, 1 dead\n" in out, "who is listed"
 
 
 def test_a_stopped_collector_is_shown_as_stopped(name, shminfo):

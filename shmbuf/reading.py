@@ -1,0 +1,233 @@
+"""Rows out of a buffer: how many there are, waiting for them, drawing them, fetching those of given ids or slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shmbuf import failures
+from shmbuf._extension import native
+from shmbuf.attachment import Attachment
+from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
+from shmbuf.schema import nest
+from shmbuf.ticket import seconds_of
+
+_STATUS = native.STATUSES
+_OK = 0
+
+
+def address_of(a: np.ndarray) -> int:
+    return a.__array_interface__["data"][0]  # a third of the time of a.ctypes.data
+
+
+def as_ids(ids: Any) -> np.ndarray:
+    array = np.asarray(ids if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"row ids of dtype {array.dtype}: integers are needed")
+    return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
+
+
+class Reading(Attachment):
+    """What any attachment can do with the rows, a read-only one too."""
+
+    # ---- how much there is --------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._get("size")
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Stored ids are ``range(*window)``."""
+        lo, _, hi = self._get("window")
+        return lo, hi
+
+    @property
+    def write_count(self) -> int:
+        """Rows stored since the buffer was made or emptied, overwritten ones included."""
+        return self._call("counters")["write_count"]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges; cheap, never blocks, from any process.
+
+        ``size`` (rows), ``write_count``, ``capacity``, ``utilization``, ``initialized`` (has a schema); of rings: ``put_rows``,
+        ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
+        the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
+        ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
+        ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest.
+        """
+        c, rings = self._call("counters"), self._call("collectors")
+        return {
+            **c,
+            "ring_used_bytes": sum(r["ring_used"] for r in rings),
+            "ring_fill": max((r["ring_used"] / r["ring_bytes"] for r in rings), default=0.0),
+            "capacity": self.capacity,
+            "utilization": c["size"] / self.capacity,
+            "initialized": self._handle.ready,
+        }
+
+    def collectors(self) -> list[dict[str, Any]]:
+        """One dict per ring in use: owner, state (alive, dead, closed), fill and counters."""
+        return self._call("collectors")
+
+    def members(self) -> list[dict[str, Any]]:
+        """One dict per attached process: pid, command, roles, alive."""
+        return self._call("members")
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def _outputs(self, n: int) -> list[np.ndarray]:
+        assert self._schema is not None
+        return [np.empty((n, *c.shape), c.numpy) for c in self._schema.columns]
+
+    def draw(self, n: int, *, timeout: float | None = 0.0) -> tuple[dict[str, Any], np.ndarray]:
+        """n rows drawn uniformly with replacement.
+
+        Args:
+            timeout: seconds to wait for the first row; 0 raises at once; None waits for ever.
+
+        Returns:
+            rows: nested dict of arrays [n, *shape], copies; ids: int64[n].
+
+        Raises:
+            NotEnoughRows: the buffer is empty. Lapped: rows are overwritten faster than one can be copied.
+        """
+        seconds = seconds_of(timeout)
+        if n < 0:
+            raise ValueError(f"n={n}: a number of rows ≥ 0")
+        self._wait_schema(timeout)
+        out, ids = self._outputs(n), np.empty(n, np.int64)
+        self.draw_into(self._columns, [address_of(a) for a in out], n, address_of(ids), 0, seconds)
+        return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
+
+    def draw_into(self, columns: Any, addresses: list[int], n: int, ids: int, slots: int, seconds: float) -> None:
+        """For the floors above: draw into packed memory. ids and (unless 0) slots are addresses of int64[n]."""
+        self._drawn(lambda left: self._call("draw", columns, addresses, n, ids, slots, left), n, seconds)
+
+    def _wait_schema(self, timeout: float | None) -> None:
+        if self.schema is None:
+            self.wait_rows(1, timeout)
+            assert self.schema is not None, "rows are stored, so there is a schema"
+
+    def _drawn(self, draw: Callable[[float], int], n: int, seconds: float) -> None:
+        """Draw, waiting for rows if there are none; an error that says why nothing can be drawn."""
+        if not self._standby:
+            self._become_reader()
+        status = draw(seconds)
+        while status != _OK:
+            why = _STATUS[status]
+            if why == "lapped":
+                raise Lapped(
+                    f"rows are overwritten faster than one of {self._schema.row_bytes:,} bytes is copied; "  # type: ignore[union-attr]
+                    f"the capacity of {self.capacity:,} rows is too small for this write rate"
+                )
+            if why == "timeout":
+                raise Lapped(
+                    f"no row can be read: one transaction has been overwriting all {self.capacity:,} for "
+                    f"{max(seconds, 1.0):g} s; {failures.writer_text(self)}"
+                )
+            if why == "no_priority":
+                raise RuntimeError(f"no row can be drawn: all {len(self):,} priorities are 0")
+            if why == "not_ready":
+                raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
+            if why != "empty":
+                raise StorageLost(f"buffer {self.name!r} was {why} while rows were being drawn")
+            if n == 0:
+                return
+            self.wait_rows(1, seconds if seconds >= 0 else None)
+            status = draw(seconds)
+
+    def _become_reader(self) -> None:
+        """A handle that samples keeps a standby: a sleeping thread that drains when rings hold rows and nobody does."""
+        self._standby = True
+        if self._readonly:
+            return
+        self._call("add_role", native.READER)
+        if self._drain != "caller":
+            self._call("start_thread", True)
+
+    def wait_rows(self, n: int, timeout: float | None = None) -> None:
+        """Wait until at least n rows are stored.
+
+        Raises NotEnoughRows when ``timeout`` seconds are over (None: waits for ever), StorageLost.
+        """
+        seconds = seconds_of(timeout)
+        if n > self.capacity:
+            raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
+        status = _STATUS[self._call("wait_rows", n, seconds)]
+        if status == "timeout":
+            have = len(self)
+            if have >= n:  # they came between the last look and this one
+                return
+            raise NotEnoughRows(
+                f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
+                + (f" after {seconds:g} s" if seconds else "; timeout= waits for them")
+                if not have
+                else f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)"
+            )
+        if status != "ok":
+            raise StorageLost(f"buffer {self.name!r} was {status} while waiting for rows")
+
+    def gather(self, ids: Any) -> dict[str, Any]:
+        """The rows of these ids, in order: nested dict of arrays [n, *shape], copies.
+
+        Raises:
+            Lapped: some are not stored (any more): names how many and the window.
+        """
+        ids = as_ids(ids)
+        rows, valid = self.try_gather(ids)
+        if not valid.all():
+            bad = ids[~valid]
+            lo, hi = self.window
+            raise Lapped(
+                f"{len(bad):,} of {len(ids):,} ids are not stored (first: {bad[0]}); stored now: {lo} to {hi - 1}"
+                if hi > lo
+                else f"{len(bad):,} of {len(ids):,} ids are not stored; the buffer is empty"
+            )
+        return rows
+
+    def try_gather(self, ids: Any) -> tuple[dict[str, Any], np.ndarray]:
+        """As :meth:`gather`, with bool[n] telling which rows are valid instead of the error."""
+        ids = as_ids(ids)
+        if self.schema is None:
+            return {}, np.zeros(len(ids), bool)
+        out = self._outputs(len(ids))
+        valid = self.fetch_into(self._columns, [address_of(a) for a in out], ids)
+        return nest(self._schema.keys, out), valid  # type: ignore[union-attr]
+
+    def fetch_into(self, columns: Any, addresses: list[int], ids: np.ndarray) -> np.ndarray:
+        """For the floors above: the rows of int64 ids into packed memory; returns bool[n] valid."""
+        done = np.zeros(len(ids), np.uint8)
+        self._call("fetch", columns, addresses, len(ids), address_of(ids), address_of(done))
+        return done.view(bool)
+
+    def fetch_slots_into(
+        self, columns: Any, addresses: list[int], slots: np.ndarray, seconds: float = 1.0
+    ) -> np.ndarray:
+        """For the floors above: the rows that lie in these slots into packed memory; returns their ids, int64[n].
+
+        A row that is overwritten meanwhile is read again as its successor. Raises IndexError for a slot beyond the stored
+        rows, Lapped if some slot stays in transition for ``seconds``.
+        """
+        n, capacity, give_up = len(slots), self.capacity, time.monotonic() + seconds
+        done, ids = np.zeros(n, np.uint8), np.zeros(n, np.int64)
+        while True:
+            lo, _, hi = self._get("window")
+            if n and (int(slots.min()) < 0 or int(slots.max()) >= hi - lo):
+                raise IndexError(
+                    f"index {int(slots.max() if slots.min() >= 0 else slots.min())} is out of range: "
+                    f"{hi - lo:,} rows are stored"
+                )
+            fresh = hi - 1 - (hi - 1 - slots) % capacity  # the newest id of each slot
+            ids = np.where(done, ids, fresh)
+            if self._call("fetch", columns, addresses, n, address_of(ids), address_of(done)) == n:
+                return ids
+            if time.monotonic() > give_up:
+                raise Lapped(
+                    f"{int(n - done.sum()):,} of {n:,} rows are being overwritten for {seconds:g} s; {failures.writer_text(self)}"
+                )
+            if not self._readonly:
+                self._call("help")
+            time.sleep(5e-5)
