@@ -20,7 +20,7 @@ from shmbuf.ticket import Ticket, seconds_of
 _ADDED = frozenset(
     {("index",), ("row_id",), ("priority_weight",)}
 )  # what sample() adds, so that a sample can be stored again
-
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # newer torch: how the core asks tensors, four times as fast
 
 _NUMBERS: tuple[Key, Key] = (("row_id",), ("index",))
 
@@ -86,6 +86,14 @@ def _torch_dtype(c: Column) -> torch.dtype:
     if dtype is None:
         raise SchemaError(f"key {show_key(c.key)}: torch {torch.__version__} has no {c.dtype}")
     return dtype
+
+
+def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
+    columns = schema.native(dtypes)
+    columns.set_tensor_type(torch.Tensor)
+    if _EXCHANGE is not None:
+        columns.set_exchange(_EXCHANGE, [torch.empty(1, dtype=d) for d in dtypes])
+    return columns
 
 
 def stack(rows: list[Any]) -> TensorDictBase:
@@ -235,15 +243,13 @@ class ShmStorage:
 
     def _prepare(self, schema: Schema) -> None:
         self._dtypes = [_torch_dtype(c) for c in schema.columns]
-        self._columns = schema.native(self._dtypes)
-        self._columns.set_tensor_type(torch.Tensor)
+        self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         # A sample's "index" and "row_id" are always the slot and the id; stored columns of these names are not shown in it.
         self._shadowed = any(k in _NUMBERS for k in schema.keys)
         if not self._shadowed:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
-            self._out_columns = self._out_schema.native([*self._dtypes, torch.int64, torch.int64])
-            self._out_columns.set_tensor_type(torch.Tensor)
+            self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------

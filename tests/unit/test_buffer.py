@@ -583,7 +583,7 @@ def test_the_buffers_timeout_holds_where_the_call_gives_none(make):
     buf = make(timeout=0.02)
     with stuck_drainer(buf.name):
         for attempt in range(3):
-            with pytest.raises(CommitPending, match=r"not committed after 0.02 s"):
+            with pytest.raises(CommitPending, match=r"not committed after 0\.0[12]\d* s"):  # what the put left of it
                 buf.extend(rows(attempt))
         with pytest.raises(RingFull, match=r"no room after 0.02 s"):
             for k in range(3, 1000):
