@@ -403,13 +403,13 @@ class Buffer:
                 return self._nothing()
             self._build(Schema.from_leaves(leaves, 1), "the first put", timeout)
         if type(rows) is dict:
-            ticket = self.submit(self._columns, rows, -2, wake=wake, timeout=timeout, tensors=False)
+            ticket = self.submit(self._columns, rows, -2, wake, timeout, False)
             if ticket is not None:
                 return ticket
         converted, n = conform(rows, self._schema)  # type: ignore[arg-type]
         if n == 0:
             return self._nothing()
-        ticket = self.submit(self._columns, converted, n, wake=wake, timeout=timeout, tensors=False)
+        ticket = self.submit(self._columns, converted, n, wake, timeout, False)
         assert ticket is not None, "converted rows fit"
         return ticket
 
@@ -421,7 +421,6 @@ class Buffer:
         columns: Any,
         rows: Any,
         n: int,
-        *,
         wake: bool,
         timeout: float | None,
         tensors: bool,
@@ -432,12 +431,17 @@ class Buffer:
         n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. None: they need conversion first.
         """
         seconds = self._seconds if timeout is None else seconds_of(timeout)
-        method = "put_leaves" if type(rows) is list else "put_tree"
-        t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors)
+        if type(rows) is list:
+            t = self._call("put_leaves", columns, rows, n, self._full_code, seconds, wake, tensors)
+        else:
+            try:  # as _call does, without its price: 1-row puts are frequent
+                t = self._handle.put_tree(columns, rows, n, self._full_code, seconds, wake, tensors)
+            except (native.Gone, native.FormatError):
+                t = self._call("put_tree", columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
         ticket = Ticket(t, self, convert)
-        if t.status != _OK:
+        if t.status:
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
         return ticket
 
