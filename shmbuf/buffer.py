@@ -76,14 +76,15 @@ class Buffer(Priorities):
                 return self._nothing()
             self._build(Schema.from_leaves(leaves, 1), "the first put", timeout)
         if type(rows) is dict and stream is None and priorities is None:
-            ticket = self.submit(self._columns, rows, -2, wake=wake, timeout=timeout, tensors=False)
+            ticket = self.submit(self._columns, rows, -2, wake, timeout, False)
             if ticket is not None:
                 return ticket
         converted, n = conform(rows, self._schema)  # type: ignore[arg-type]
         if n == 0:
             return self._nothing()
-        extras = self.extras(n, stream, priorities)
-        ticket = self.submit(self._columns, converted, n, wake=wake, timeout=timeout, tensors=False, extras=extras)
+        ticket = self.submit(
+            self._columns, converted, n, wake, timeout, False, extras=self.extras(n, stream, priorities)
+        )
         assert ticket is not None, "converted rows fit"
         return ticket
 
@@ -119,7 +120,6 @@ class Buffer(Priorities):
         columns: Any,
         rows: Any,
         n: int,
-        *,
         wake: bool,
         timeout: float | None,
         tensors: bool,
@@ -132,17 +132,22 @@ class Buffer(Priorities):
         Returns None if they need conversion first.
         """
         seconds = self._seconds if timeout is None else seconds_of(timeout)
-        method = "put_leaves" if type(rows) is list else "put_tree"
-        of, p = extras
-        with_them = (0 if of is None else address_of(of), 0 if p is None else address_of(p))
-        try:
-            t = self._call(method, columns, rows, n, self._full_code, seconds, wake, tensors, *with_them)
-        except native.BadPriority as e:
-            raise bad_priority(self, e.args[0], float(p[e.args[0]])) from None  # type: ignore[index]
+        if type(rows) is list:
+            of, p = extras
+            with_them = (0 if of is None else address_of(of), 0 if p is None else address_of(p))
+            try:
+                t = self._call("put_leaves", columns, rows, n, self._full_code, seconds, wake, tensors, *with_them)
+            except native.BadPriority as e:
+                raise bad_priority(self, e.args[0], float(p[e.args[0]])) from None  # type: ignore[index]
+        else:
+            try:  # as _call does, without its price: 1-row puts are frequent
+                t = self._handle.put_tree(columns, rows, n, self._full_code, seconds, wake, tensors)
+            except (native.Gone, native.FormatError):
+                t = self._call("put_tree", columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
         ticket = Ticket(t, self, convert)
-        if t.status != _OK:
+        if t.status:
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
         return ticket
 

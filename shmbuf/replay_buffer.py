@@ -114,14 +114,14 @@ class ReplayBuffer:
             SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
             CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
         """
-        return self._store(self._batch(data), timeout, wake=False, wait=True)
+        return self._store(self._batch(data), timeout, False, True)
 
     def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
         """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call.
 
         timeout: seconds to wait for room in the ring; None: the buffer's.
         """
-        return self._store(self._batch(data), timeout, wake=True, wait=False)
+        return self._store(self._batch(data), timeout, True, False)
 
     def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int | None:
         """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it.
@@ -129,23 +129,23 @@ class ReplayBuffer:
         timeout: seconds; None: the buffer's.
         """
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
-        index = self._store(td, timeout, wake=False, wait=True, single=True)
+        index = self._store(td, timeout, False, True, single=True)
         return int(index) if len(index) else None
 
-    def _store(self, td: Any, timeout: float | None, *, wake: bool, wait: bool, single: bool = False) -> Any:
+    def _store(self, td: Any, timeout: float | None, wake: bool, wait: bool, single: bool = False) -> Any:
         """Lock, first build, room and commit share one timeout."""
-        timeout, since = self.buffer.config["timeout"] if timeout is None else timeout, time.monotonic()
-        if self._lock.acquire(blocking=False):  # the usual case, without the cost of a context manager
+        ticket, since = None, time.monotonic()
+        if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:
-                ticket = self._storage.put(
-                    td, wake=wake, timeout=timeout, single=single, priority_key=self._priority_key
-                )
+                ticket = self._storage.put(td, wake, timeout, single, self._priority_key)
             finally:
                 self._lock.release()
-        else:
+            if not wait:
+                return ticket
+        timeout = self.buffer.config["timeout"] if timeout is None else timeout
+        if ticket is None:
             with self._alone(timeout):
-                left = left_of(timeout, since)
-                ticket = self._storage.put(td, wake=wake, timeout=left, single=single, priority_key=self._priority_key)
+                ticket = self._storage.put(td, wake, left_of(timeout, since), single, self._priority_key)
         return ticket.wait(left_of(timeout, since)) if wait else ticket
 
     @contextlib.contextmanager

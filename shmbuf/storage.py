@@ -20,7 +20,8 @@ from shmbuf.ticket import Ticket, seconds_of
 _ADDED = frozenset(
     {("index",), ("row_id",), ("priority_weight",)}
 )  # what sample() adds, so that a sample can be stored again
-
+# How the core asks tensors where torch has it: four times as fast.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 _NUMBERS: tuple[Key, Key] = (("row_id",), ("index",))
 
@@ -86,6 +87,14 @@ def _torch_dtype(c: Column) -> torch.dtype:
     if dtype is None:
         raise SchemaError(f"key {show_key(c.key)}: torch {torch.__version__} has no {c.dtype}")
     return dtype
+
+
+def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
+    columns = schema.native(dtypes)
+    columns.set_tensor_type(torch.Tensor)
+    if _EXCHANGE is not None:
+        columns.set_exchange(_EXCHANGE, [torch.empty(1, dtype=d) for d in dtypes])
+    return columns
 
 
 def stack(rows: list[Any]) -> TensorDictBase:
@@ -235,15 +244,13 @@ class ShmStorage:
 
     def _prepare(self, schema: Schema) -> None:
         self._dtypes = [_torch_dtype(c) for c in schema.columns]
-        self._columns = schema.native(self._dtypes)
-        self._columns.set_tensor_type(torch.Tensor)
+        self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         # A sample's "index" and "row_id" are always the slot and the id; stored columns of these names are not shown in it.
         self._shadowed = any(k in _NUMBERS for k in schema.keys)
         if not self._shadowed:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
-            self._out_columns = self._out_schema.native([*self._dtypes, torch.int64, torch.int64])
-            self._out_columns.set_tensor_type(torch.Tensor)
+            self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -251,7 +258,6 @@ class ShmStorage:
     def put(
         self,
         td: TensorDictBase,
-        *,
         wake: bool = True,
         timeout: float | None = None,
         single: bool = False,
@@ -261,18 +267,11 @@ class ShmStorage:
 
         The ticket's ``wait`` gives a LongTensor of indices. timeout: None: the buffer's. Errors: see `Buffer.put`.
         """
-        schema = self._ready
-        if schema is not None and self._buffer is not None and type(td) is TensorDict:
+        if self._ready is not None and type(td) is TensorDict:
             batch = td.batch_size
             if len(batch) == (0 if single else 1):
-                ticket = self._buffer.submit(
-                    self._columns,
-                    td,
-                    -1 if single else batch[0],
-                    wake=wake,
-                    timeout=timeout,  # type: ignore[union-attr]
-                    tensors=True,
-                    convert=_as_indices,
+                ticket = self._buffer.submit(  # type: ignore[union-attr]
+                    self._columns, td, -1 if single else batch[0], wake, timeout, True, _as_indices
                 )
                 if ticket is not None:
                     return ticket
@@ -281,9 +280,7 @@ class ShmStorage:
             ticket = self.buffer._nothing()
             ticket.convert = _as_indices
             return ticket
-        ticket = self.buffer.submit(
-            self._columns, leaves, n, wake=wake, timeout=timeout, tensors=True, convert=_as_indices
-        )
+        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, _as_indices)
         assert ticket is not None, "converted rows fit"
         return ticket
 

@@ -118,7 +118,7 @@ std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *
   for (size_t i = 0; i < c.size(); ++i) {
     bool ok;
     if (tensors) {
-      ok = columns.plain_type(leaves[i]) && tensor_column(leaves[i], columns.leaves[i], n, lead, c[i]);
+      ok = tensor_column(columns, i, leaves[i], n, lead, c[i]);
     } else {
       Py_buffer b;
       ok = PyObject_GetBuffer(leaves[i], &b, PyBUF_RECORDS_RO) == 0;
@@ -167,7 +167,7 @@ std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle 
   out.reserve(leaves.size());
   for (size_t i = 0; i < leaves.size(); ++i) {
     Column c;
-    if (!columns.plain_type(leaves[i].ptr()) || !tensor_column(leaves[i].ptr(), columns.leaves[i], n, 1, c)) {
+    if (!tensor_column(columns, i, leaves[i].ptr(), n, 1, c)) {
       PyErr_Clear();
       return std::nullopt;
     }
@@ -575,6 +575,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def(nb::init<>())
       .def("add", &Columns::add, "offset"_a, "bytes"_a, "shape"_a, "formats"_a, "dtype"_a.none(), "node"_a = 0, "name"_a = nb::none())
       .def("set_tensor_type", [](Columns &c, nb::object type) { c.tensor_type = std::move(type); }, "type"_a)
+      .def("set_exchange", &Columns::set_exchange, "capsule"_a, "samples"_a)
       .def("add_node", &Columns::add_node, "parent"_a, "name"_a, "entries"_a);
 
   nb::class_<Ticket>(m, "Ticket")
