@@ -34,7 +34,8 @@ _HOME = {
     "Buffer": "buffer",
     "Ticket": "ticket",
     "ShmStorage": "storage",
-    "RandomSampler": "samplers",
+    **dict.fromkeys(("RandomSampler", "PrioritizedSampler"), "samplers"),
+    **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
     ),
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
     from shmbuf.errors import *  # noqa: F403
     from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
-    from shmbuf.samplers import RandomSampler
+    from shmbuf.limiter import MinSize, Queue, RateLimiter
+    from shmbuf.samplers import PrioritizedSampler, RandomSampler
     from shmbuf.schema import Schema
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage

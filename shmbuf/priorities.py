@@ -168,10 +168,11 @@ class Priorities(Reading):
             raise ValueError(f"n={n}: a number of rows ≥ 0")
         self._wait_schema(timeout)
         out, ids, weights = self._outputs(n), np.empty(n, np.int64), np.empty(n, np.float32)
-        self.draw_by_priority_into(
-            self._columns, [address_of(a) for a in out], n, address_of(ids), 0, address_of(weights),
-            beta, stratified, normalize, seconds,
-        )  # fmt: skip
+        with self.sampling(n, timeout):
+            self.draw_by_priority_into(
+                self._columns, [address_of(a) for a in out], n, address_of(ids), 0, address_of(weights),
+                beta, stratified, normalize, seconds,
+            )  # fmt: skip
         return nest(self._schema.keys, out), ids, weights  # type: ignore[union-attr]
 
     def draw_by_priority_into(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from shmbuf import failures
 from shmbuf._extension import native
 from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
+from shmbuf.limiter import Words, scaled, waiting_text
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -99,12 +101,73 @@ class Reading(Attachment):
             raise ValueError(f"n={n}: a number of rows ≥ 0")
         self._wait_schema(timeout)
         out, ids = self._outputs(n), np.empty(n, np.int64)
-        self.draw_into(self._columns, [address_of(a) for a in out], n, address_of(ids), 0, seconds)
+        with self.sampling(n, timeout):
+            self.draw_into(self._columns, [address_of(a) for a in out], n, address_of(ids), 0, seconds)
         return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
 
     def draw_into(self, columns: Any, addresses: list[int], n: int, ids: int, slots: int, seconds: float) -> None:
         """For the floors above: draw into packed memory. ids and (unless 0) slots are addresses of int64[n]."""
         self._drawn(lambda left: self._call("draw", columns, addresses, n, ids, slots, left), n, seconds)
+
+    def ids_of(self, slots: np.ndarray) -> np.ndarray:
+        """int64 ids of the rows that lie in these slots now. Raises IndexError for a slot that holds none."""
+        lo, hi = self.window
+        if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= hi - lo):
+            j = int(np.flatnonzero((slots < 0) | (slots >= hi - lo))[0])
+            raise IndexError(f"index[{j}] = {slots[j]} is out of range: {hi - lo:,} rows are stored")
+        return hi - 1 - (hi - 1 - slots) % self.capacity
+
+    def seed(self, value: int) -> None:
+        """Make this handle's draws repeatable: the same seed draws the same of the same stored rows."""
+        self._call("seed", value % 2**64)
+
+    def set_limiter(self, limiter: Words | None, *, batch: int = 1) -> None:
+        """Let all processes sample and insert at this ratio from now on; None: at any.
+
+        Raises ValueError where it would deadlock with batches of ``batch`` rows.
+        """
+        if self._readonly:
+            raise PermissionError("a read-only handle cannot change the limiter")
+        words = (0, 0, 0, None, None) if limiter is None else scaled(limiter, batch)
+        if not self._call("set_limiter", *words):
+            raise TimeoutError("the limiter is being changed by others all the time")
+
+    def limiter_state(self, n: int = 1) -> dict[str, Any] | None:
+        """The limiter's numbers, and who waits for whom if a batch of n were asked for now. None: there is no limiter."""
+        return self._call("limiter", n)
+
+    def acquire_samples(self, n: int, timeout: float | None = 0.0) -> None:
+        """Wait until n rows may be sampled, and count them. Without a limiter: nothing.
+
+        Raises:
+            NotEnoughRows: not within ``timeout`` seconds (0: at once, None: for ever). ValueError: so many can never be.
+        """
+        status = self._call("acquire_samples", n, seconds_of(timeout))
+        if status:
+            why, state = _STATUS[status], self.limiter_state(n)
+            if why == "limited" and state:
+                raise NotEnoughRows(
+                    f"the limiter of buffer {self.name!r} lets no batch of {n:,} be sampled"
+                    f"{f' after {timeout:g} s' if timeout else '; timeout= waits'}: {waiting_text(state, n)}"
+                )
+            if why == "never" and state:
+                raise ValueError(
+                    f"a batch of {n:,} can never be sampled: the limiter of buffer {self.name!r} stops collectors at a "
+                    f"difference of {state['max_diff']:g}, and a batch may not take it below {state['min_diff']:g}"
+                )
+            if why == "readonly":
+                raise PermissionError("a read-only handle cannot sample from a buffer with a limiter, which counts samples")
+            raise StorageLost(f"buffer {self.name!r} was {why} while a sampler waited for its limiter")
+
+    @contextlib.contextmanager
+    def sampling(self, n: int, timeout: float | None) -> Iterator[None]:
+        """Acquire n rows, give them back if drawing them raises."""
+        self.acquire_samples(n, timeout)
+        try:
+            yield
+        except BaseException:
+            self._call("refund_samples", n)
+            raise
 
     def _wait_schema(self, timeout: float | None) -> None:
         if self.schema is None:

@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, RingFull, SchemaError
-from shmbuf.samplers import SAMPLERS, RandomSampler
-from shmbuf.schema import Key, as_key
+from shmbuf.limiter import Words, scaled
+from shmbuf.samplers import SAMPLERS, RandomSampler, Sampler
+from shmbuf.schema import Key, as_key, show_key
 from shmbuf.storage import ShmStorage, stack
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
@@ -41,6 +43,8 @@ class ReplayBuffer:
         sampler: default `RandomSampler()`.
         batch_size: of `sample()`.
         pin_memory: samples in page-locked memory, where CUDA is present.
+        limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
+        seed: of this handle's draws; the same seed draws the same of the same stored rows.
 
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, under
     spawn, fork or forkserver. Any of them may extend first. Methods may be called from several threads.
@@ -50,25 +54,25 @@ class ReplayBuffer:
         self,
         *,
         storage: ShmStorage | None = None,
-        sampler: RandomSampler | None = None,
+        sampler: Sampler | None = None,
         batch_size: int | None = None,
         pin_memory: bool = False,
+        limiter: Words | None = None,
+        seed: int | None = None,
     ):
         storage = storage() if callable(storage) and not isinstance(storage, ShmStorage) else storage
         sampler = sampler() if callable(sampler) else sampler
         if storage is not None and not isinstance(storage, ShmStorage):
             raise TypeError(f"storage is a ShmStorage, not {type(storage).__name__}")
-        if sampler is not None and not isinstance(sampler, tuple(SAMPLERS.values())):
-            raise TypeError(
-                f"sampler is one of {', '.join(c.__name__ for c in SAMPLERS.values())}, not {type(sampler).__name__}"
-            )
         self._storage = storage if storage is not None else ShmStorage(1000)
-        self._sampler = sampler or RandomSampler()
+        self._sampler = _checked_sampler(sampler) if sampler is not None else RandomSampler()
+        self._sampler.check_capacity(self._storage.max_size)
         self._batch_size = _positive(batch_size)
         self._priority_key: Key | None = getattr(self, "_priority_key", None)
         self._pin = pin_memory and torch.cuda.is_available()
         self._lock = threading.RLock()
         _ALL.add(self)
+        words = None if limiter is None else scaled(limiter, self._batch_size or 1)
         self._storage.open(
             {
                 "class": next(c.__name__ for c in type(self).__mro__ if c in _FACES.values()),
@@ -78,6 +82,19 @@ class ReplayBuffer:
                 "sampler": [self._sampler.name, self._sampler.arguments()],
             }
         )
+        if words is not None:
+            self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
+        self._settle(seed)
+
+    def _settle(self, seed: int | None) -> None:
+        self._rng: torch.Generator | None = None
+        try:
+            if seed is not None:
+                self.buffer.seed(seed)
+            self._sampler.prepare(self._storage)
+        except BaseException:
+            self.buffer.close()
+            raise
 
     @classmethod
     def _over(cls: type[Self], buffer: Buffer, face: Mapping[str, Any]) -> Self:
@@ -94,17 +111,26 @@ class ReplayBuffer:
             raise BufferFormatError(f"buffer {buffer.name!r}: its configuration cannot be used: {e!r}") from None
         self._lock = threading.RLock()
         _ALL.add(self)
+        self._settle(face.get("seed"))
         return self
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def extend(self, data: Any, *, update_priority: bool | None = None, timeout: float | None = None) -> torch.Tensor:
+    def extend(
+        self,
+        data: Any,
+        *,
+        update_priority: bool | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
         """Store a batch of rows; returns when every sampler of every process can draw them.
 
         Args:
             data: a TensorDict of batch size [n] (any strides, any device; dtypes are never converted), or a list of
                 TensorDicts to stack. ``index``, ``row_id`` and ``priority_weight`` are dropped unless the schema has them.
-            update_priority: as in TorchRL; without a prioritised sampler it changes nothing.
+            update_priority: False: ignore the priorities that the rows carry under the priority key.
+            stream: whose next steps these rows are: one number, or one a row; see `Buffer.put`.
             timeout: seconds; None: the buffer's.
 
         Returns:
@@ -114,30 +140,40 @@ class ReplayBuffer:
             SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
             CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
         """
-        return self._store(self._batch(data), timeout, False, True)
+        return self._store(self._batch(data), timeout, False, True, stream=stream, prioritise=update_priority)
 
-    def put(self, data: Any, *, timeout: float | None = None) -> Ticket:
+    def put(self, data: Any, *, stream: Any = None, timeout: float | None = None) -> Ticket:
         """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call.
 
         timeout: seconds to wait for room in the ring; None: the buffer's.
         """
-        return self._store(self._batch(data), timeout, True, False)
+        return self._store(self._batch(data), timeout, True, False, stream=stream)
 
-    def add(self, data: TensorDictBase, *, timeout: float | None = None) -> int | None:
+    def add(self, data: TensorDictBase, *, stream: Any = None, timeout: float | None = None) -> int | None:
         """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it.
 
         timeout: seconds; None: the buffer's.
         """
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
-        index = self._store(td, timeout, False, True, single=True)
+        index = self._store(td, timeout, False, True, single=True, stream=stream)
         return int(index) if len(index) else None
 
-    def _store(self, td: Any, timeout: float | None, wake: bool, wait: bool, single: bool = False) -> Any:
+    def _store(
+        self,
+        td: Any,
+        timeout: float | None,
+        wake: bool,
+        wait: bool,
+        single: bool = False,
+        stream: Any = None,
+        prioritise: bool | None = None,
+    ) -> Any:
         """Lock, first build, room and commit share one timeout."""
-        ticket, since = None, time.monotonic()
+        ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
+        priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
         if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:
-                ticket = self._storage.put(td, wake, timeout, single, self._priority_key)
+                ticket = storage.put(td, wake, timeout, single, key, stream, priorities)
             finally:
                 self._lock.release()
             if not wait:
@@ -145,8 +181,21 @@ class ReplayBuffer:
         timeout = self.buffer.config["timeout"] if timeout is None else timeout
         if ticket is None:
             with self._alone(timeout):
-                ticket = self._storage.put(td, wake, left_of(timeout, since), single, self._priority_key)
+                ticket = storage.put(td, wake, left_of(timeout, since), single, key, stream, priorities)
         return ticket.wait(left_of(timeout, since)) if wait else ticket
+
+    def _sent_priorities(self, td: Any, key: Key, single: bool) -> np.ndarray | None:
+        """What rows carry under the priority key, if anybody draws by priority."""
+        name = key[0] if len(key) == 1 else key
+        held = td._tensordict if type(td) is TensorDict else None
+        if held is not None and key[0] not in held:  # the usual case
+            return None
+        p = td.get(name, None) if is_tensor_collection(td) else None
+        if not isinstance(p, torch.Tensor) or self.buffer._get("priorities") is None:
+            return None
+        n = 1 if single else td.batch_size[0]
+        p = self._reduced(p.reshape(1, *p.shape) if single else p, n)
+        return p.detach().cpu().to(torch.float64).numpy().reshape(n)
 
     @contextlib.contextmanager
     def _alone(self, timeout: float | None) -> Iterator[None]:
@@ -193,17 +242,19 @@ class ReplayBuffer:
         *,
         out: TensorDictBase | None = None,
         timeout: float | None = 0.0,
+        **how: Any,
     ) -> Any:
         """A batch, as copies, with "index" (the slot) and "row_id" (64-bit, never repeats).
 
         Args:
             batch_size: instead of the constructor's.
-            return_info: True: returns (batch, {"index", "row_id"}). include_info: TorchRL's deprecated alias.
+            return_info: True: returns (batch, {"index", "row_id", and what the sampler adds}). include_info: TorchRL's deprecated alias.
             out: a TensorDict of batch size [n] whose tensors are written; returned. A previous sample will do.
-            timeout: seconds to wait while the buffer is empty; 0: raise at once; None: for ever.
+            timeout: seconds to wait while the buffer is empty, or its limiter says so; 0: raise at once; None: for ever.
+            how: what the sampler takes for one call, like ``beta=`` of a `PrioritizedSampler`.
 
         Raises:
-            NotEnoughRows: "Cannot sample from an empty storage." Lapped: see `Buffer.draw`.
+            NotEnoughRows: "Cannot sample from an empty storage.", or what the limiter waits for. Lapped: see `Buffer.draw`.
         """
         n = _positive(batch_size) if batch_size is not None else self._batch_size
         if n is None:
@@ -213,10 +264,83 @@ class ReplayBuffer:
                     "or pass it to the sample method."
                 )
             n = out.batch_size[0] if out.batch_dims else 0
-        td = self._sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin)
+        sampler, buffer = self._sampler, self.buffer
+        if self._rng is not None:
+            self._reseed(self._rng)
+        buffer.acquire_samples(n, timeout)
+        try:
+            td = sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
+        except BaseException:
+            buffer._call("refund_samples", n)
+            raise
         if return_info or include_info:
-            return td, {"index": td["index"], "row_id": td["row_id"]}
+            return td, {k: td[k] for k in sampler.info_keys if k in td.keys(True)}
         return td
+
+    def set_sampler(self, sampler: Sampler) -> None:
+        """Draw by another sampler from now on, through this handle."""
+        self._sampler = _checked_sampler(sampler)
+        self._sampler.prepare(self._storage)
+
+    def set_rng(self, generator: torch.Generator) -> None:
+        """Let the generator's numbers decide what this handle draws: the same state draws the same of the same stored rows."""
+        self._rng = generator
+
+    def _reseed(self, generator: torch.Generator) -> None:
+        self.buffer.seed(int(torch.randint(2**62, (1,), generator=generator, device=generator.device)))
+
+    # ---- priorities ---------------------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any, priority: Any, *, row_id: Any = None) -> torch.Tensor:
+        """Set priorities of rows by their ids, or by index, of whatever rows lie there now.
+
+        Args:
+            index: LongTensor[n] or one number, as in ``sample()["index"]``; None if row_id is given.
+            priority: [n] or one number; finite, ≥ 0.
+            row_id: LongTensor[n], as in ``sample()["row_id"]``: a row that has been overwritten meanwhile is left alone.
+
+        Returns:
+            bool[n]: whether it was applied.
+
+        Raises:
+            ValueError, IndexError: name position and value; nothing was changed. RuntimeError: the buffer keeps no priorities.
+        """
+        buffer = self.buffer
+        if row_id is None:
+            ids = buffer.ids_of(_numbers(index, "index"))
+        elif index is not None:
+            raise TypeError("index or row_id, not both")
+        else:
+            ids = _numbers(row_id, "row_id")
+        if isinstance(priority, torch.Tensor):
+            priority = self._reduced(priority, len(ids)).detach().cpu().numpy()
+        return torch.from_numpy(buffer.set_priorities(ids, priority))
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of a sample's rows, found by its "row_id", to what it holds under the priority key.
+
+        A row that has been overwritten since is left alone, and counted. Raises KeyError, and as `update_priority`.
+        """
+        key = self._priority_key or ("td_error",)
+        priority, ids = data.get(key, None), data.get("row_id", None)
+        if priority is None or (ids is None and data.get("index", None) is None):
+            missing = show_key(key) if priority is None else "'row_id'"
+            raise KeyError(f"{missing} is not in the TensorDict, which has {sorted(map(str, data.keys(True, True)))}")
+        if ids is not None:
+            self.update_priority(None, self._reduced(priority, ids.numel()), row_id=ids)
+        else:
+            self.update_priority(data.get("index"), priority)
+
+    def mark_update(self, index: Any) -> None:
+        """Give the rows at these indices the priority of new ones."""
+        state = self.buffer._get("priorities")
+        self.update_priority(index, state["new_row"] if state else 1.0)
+
+    def _reduced(self, priority: torch.Tensor, n: int) -> torch.Tensor:
+        if priority.ndim > 1 and priority.numel() == n:
+            return priority.reshape(n)
+        reduce = getattr(self._sampler, "reduce", None)
+        return reduce(priority, n) if reduce is not None else priority
 
     def wait_rows(self, n: int, timeout: float | None = None) -> None:
         """Wait until at least n rows are stored. NotEnoughRows when ``timeout`` seconds are over; None: for ever."""
@@ -257,7 +381,7 @@ class ReplayBuffer:
         return self._storage
 
     @property
-    def sampler(self) -> RandomSampler:
+    def sampler(self) -> Sampler:
         return self._sampler
 
     @property
@@ -298,7 +422,8 @@ class ReplayBuffer:
         self.close()
 
     def __reduce__(self) -> tuple:
-        return _unpickle, (type(self), self.buffer, self._batch_size)
+        sampler = [self._sampler.name, self._sampler.arguments()]
+        return _unpickle, (type(self), self.buffer, {"batch_size": self._batch_size, "sampler": sampler})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.buffer!r}, sampler={self._sampler!r}, batch_size={self._batch_size})"
@@ -327,8 +452,9 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         *,
         out: TensorDictBase | None = None,
         timeout: float | None = 0.0,
+        **how: Any,
     ) -> Any:
-        return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout)
+        return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout, **how)
 
 
 # By name: attaching imports no class of the user's, so a subclass is attached as the one of these that it is made from.
@@ -343,8 +469,23 @@ def _positive(batch_size: Any) -> int | None:
     return int(batch_size)
 
 
-def _unpickle(cls: type[ReplayBuffer], buffer: Buffer, batch_size: int | None) -> ReplayBuffer:
-    return cls._over(buffer, {**buffer.config.get("face", {}), "batch_size": batch_size})
+def _checked_sampler(sampler: Any) -> Sampler:
+    if not isinstance(sampler, tuple(SAMPLERS.values())):
+        known = ", ".join(c.__name__ for c in SAMPLERS.values())
+        raise TypeError(f"sampler is one of {known}, not {type(sampler).__name__}")
+    return sampler
+
+
+def _numbers(values: Any, what: str) -> np.ndarray:
+    """Row ids or indices as int64[n]."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{what} of dtype {array.dtype}: integers are needed")
+    return array.reshape(-1).astype(np.int64)
+
+
+def _unpickle(cls: type[ReplayBuffer], buffer: Buffer, own: Mapping[str, Any]) -> ReplayBuffer:
+    return cls._over(buffer, {**buffer.config.get("face", {}), **own})
 
 
 def attach(
@@ -353,6 +494,8 @@ def attach(
     owner: int | None = None,
     readonly: bool = False,
     batch_size: int | None = None,
+    sampler: Sampler | None = None,
+    seed: int | None = None,
     timeout: float | None = 0.0,
 ) -> ReplayBuffer:
     """The replay buffer of that name, in any process, at any time: same class, same methods.
@@ -360,7 +503,7 @@ def attach(
     Args:
         owner: uid of another user whose buffer it is, if its mode lets this one in.
         readonly: map it read-only: sampling and looking only.
-        batch_size: of this handle only.
+        batch_size, sampler, seed: of this handle only.
         timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
 
     Raises:
@@ -374,4 +517,7 @@ def attach(
         raise BufferFormatError(
             f"buffer {name!r} was made by class {face['class']!r}, which this process does not know"
         )
-    return cls._over(buffer, {**face, **({} if batch_size is None else {"batch_size": batch_size})})
+    own: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
+    if sampler is not None:
+        own["sampler"] = [_checked_sampler(sampler).name, sampler.arguments()]
+    return cls._over(buffer, {**face, **own, "seed": seed})

@@ -262,12 +262,14 @@ class ShmStorage:
         timeout: float | None = None,
         single: bool = False,
         priority_key: Key | None = None,
+        stream: Any = None,
+        priorities: Any = None,
     ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
         The ticket's ``wait`` gives a LongTensor of indices. timeout: None: the buffer's. Errors: see `Buffer.put`.
         """
-        if self._ready is not None and type(td) is TensorDict:
+        if self._ready is not None and type(td) is TensorDict and stream is None and priorities is None:
             batch = td.batch_size
             if len(batch) == (0 if single else 1):
                 ticket = self._buffer.submit(  # type: ignore[union-attr]
@@ -280,7 +282,8 @@ class ShmStorage:
             ticket = self.buffer._nothing()
             ticket.convert = _as_indices
             return ticket
-        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, _as_indices)
+        extras = self.buffer.extras(1 if single else n, stream, priorities)
+        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, _as_indices, extras)
         assert ticket is not None, "converted rows fit"
         return ticket
 

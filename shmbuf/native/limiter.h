@@ -16,6 +16,7 @@
 //   L1  writer   plan() and runnable(), when a ring holds rows: admit(), which at 0 sets blocked; fence; looks at sampled again
 //   L2  sampler  try_sample() granted; then frees_writer(): fence; looks at blocked; true: WriterRole::hand_over()
 //   L3  sampler  arms Control.data_wait; fence; helps and tries once more; sleeps           [pairs with T7 of publish()]
+//                The word must count its wake-ups: of one bit, armed anew by another sampler, a third sleeps on (-DONEBIT).
 //   changer, refunder: wake_all: data_wait, writer_wait and every Slot.wait, each after a fence
 #pragma once
 #include "failpoint.h"

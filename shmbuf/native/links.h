@@ -217,7 +217,8 @@ class Links {
     ends_.clear_range(lo, upto);
     ends_.clear_range(0, lo + k - upto);
   }
-  // A CLEAR. Streams are left with last < base, which is as good as none.
+  // A CLEAR, best after base.store: readers of the old window find no ends from here on. Streams are left with last < base, which is
+  // as good as none.
   void clear() {
     ends_.clear_range(0, capacity_);
     FAILPOINT(link_cleared);
@@ -419,7 +420,7 @@ class Links {
     if (id < t.live_lo) return;
     u64 slot = id % capacity_;
     mark(slot);
-    if (u64 far = link_[slot].prev) mark(before(slot, far));
+    if (u64 far = link_[slot].prev; far && far < capacity_) mark(before(slot, far));
   }
 
   // The entry of `key`. A new one is put in place of nobody, of the dead, or of whoever has been silent longest; null if all have

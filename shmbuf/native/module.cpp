@@ -289,8 +289,9 @@ bool set_limiter(const H &h, u32 num, u32 den, u64 min_size, std::optional<i64> 
   Handle::Use use(*h);
   LimiterParams p{num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0};
   const LimiterState now = Limiter(h->segment().control().limiter).why(h->ready() ? Writer::inserted(h->segment()) : 0, 0);
-  if (!now.params.den) p.base_inserts = now.inserted, p.base_sampled = now.sampled;  // nobody has counted so far
-  else p.base_inserts = now.params.base_inserts, p.base_sampled = now.params.base_sampled;
+  // Another ratio, or the first: nothing that came before counts.
+  const bool same = now.params.den == den && now.params.num == num;
+  p.base_inserts = same ? now.params.base_inserts : now.inserted, p.base_sampled = same ? now.params.base_sampled : now.sampled;
   return h->sampling().set_limiter(p);
 }
 nb::object limiter(const H &h, u64 n) {  // for a sampler of n rows; None: there is none
@@ -558,6 +559,9 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.def("config_bytes", &config_bytes, "max_collectors"_a, "max_members"_a, "config_bytes"_a);
   m.def("bookkeeping_bytes", [](u64 capacity, bool trajectories) { return PriorityTree::bytes(capacity) + (trajectories ? Links::bytes(capacity) : 0); },
         "capacity"_a, "trajectories"_a);
+  m.def("check_limiter", [](u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff, u64 record_rows, u64 batch, bool strict) {
+    return int(check_limiter({num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0}, record_rows, batch, strict));
+  }, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none(), "record_rows"_a, "batch"_a, "strict"_a);
   m.def("ring_bytes", &choose_ring_bytes, "asked"_a, "row_bytes"_a);
   m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
   m.def("addresses_in", &addresses_in, "columns"_a, "root"_a, "n"_a);

@@ -108,7 +108,7 @@ template <class Host> class Sampling {
     auto may = [&] { return limiter.may_sample(inserted(), n); };
     for (;;) {
       if (limiter.try_sample(inserted(), n)) {
-        if (limiter.frees_writer(inserted)) h_.role().hand_over();  // L2
+        if (limiter.frees_writer(inserted())) h_.role().hand_over();  // L2
         return Status::ok;
       }
       if (!may_wait) return Status::would_wait;

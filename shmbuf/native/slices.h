@@ -17,7 +17,7 @@ struct SliceOptions {
 };
 enum class SliceStatus : u8 {
   ok,
-  none,    // no trajectory is long enough: `longest` tells
+  none,    // no trajectory is long enough: `longest` tells. Final only if the window is still the same afterwards
   lapped,  // some walk met rows being overwritten again and again: its length is 0
 };
 struct SliceDraw {

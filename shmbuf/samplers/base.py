@@ -33,6 +33,9 @@ class Sampler:
         """What another process needs to rebuild it: numbers, strings, lists."""
         return {}
 
+    def check_capacity(self, max_size: int) -> None:
+        """Before there is a buffer. Raises ValueError."""
+
     def prepare(self, storage: ShmStorage) -> None:
         """Called once for every handle that will draw this way, before its first draw. Raises what makes it impossible."""
 
@@ -48,9 +51,6 @@ class Sampler:
     ) -> TensorDictBase:
         """A batch with "index" and "row_id". ``how``: arguments of this call alone, which the kind of sampler names."""
         raise NotImplementedError
-
-    def check_batch(self, batch_size: int) -> None:
-        """Raises ValueError for a batch size that can never be drawn."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments().items())})"

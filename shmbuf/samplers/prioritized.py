@@ -92,13 +92,12 @@ class PrioritizedSampler(Sampler):
         check_weighting(value, self.normalize)
         self._beta = float(value)
 
+    def check_capacity(self, max_size: int) -> None:
+        if self.max_capacity is not None and self.max_capacity != max_size:
+            raise ValueError(f"max_capacity={self.max_capacity:,} of the sampler, but the storage holds {max_size:,} rows")
+
     def prepare(self, storage: ShmStorage) -> None:
-        if self.max_capacity is not None and self.max_capacity != storage.max_size:
-            raise ValueError(
-                f"max_capacity={self.max_capacity:,} of the sampler, but the storage holds {storage.max_size:,} rows"
-            )
-        buffer = storage.buffer
-        buffer.keep_priorities(
+        storage.buffer.keep_priorities(
             self._alpha, self._eps, max_priority_within_buffer=self.max_priority_within_buffer
         )
 

@@ -6,7 +6,8 @@
      -DKILLER   a sampler may also die between its CAS and the wake-up: then the others' slice (-DSLICE) is needed, once
    Mutants: -DNOWAKE a grant wakes nobody   -DWAKER_NOFENCE it looks at `blocked` before its CAS   -DWRITER_NOFENCE `sampled` is not looked
             at again after `blocked` is set   -DPLAIN_RUNNABLE after the release, `blocked` is not set   -DNORECHECK not looked again at all
-            -DSLEEPER_NOFENCE the sampler looks first and arms then   -DNARROW max_diff − min_diff is one too small */
+            -DSLEEPER_NOFENCE the sampler looks first and arms then   -DNARROW max_diff − min_diff is one too small
+            -DONEBIT the word that samplers sleep on does not count its wake-ups: another who arms anew hides one */
 #ifndef NUM
 #define NUM 1
 #endif
@@ -32,7 +33,7 @@
 #define KILLS 1
 #endif
 short put, inserted, sampled; bool role, blocked, writer_wait, slot_wait, data_wait, over; byte budget = KILLS;
-bool waits_room, waits_rows[2];
+bool waits_room, waits_rows[2], armed[2];
 #define ADMITS (inserted < MINSIZE || (inserted + 1) * NUM - sampled * DEN <= MAXD)
 #define GRANTS(rows) (rows >= MINSIZE && rows * NUM - (sampled + N) * DEN >= 0)
 #define ROOM (put == inserted)
@@ -42,6 +43,12 @@ bool waits_room, waits_rows[2];
 #define LAST 0
 #endif
 #define SLEEP(word) if :: !word :: over fi
+#define WAKE_ROWS data_wait = false; armed[0] = false; armed[1] = false; waits_rows[0] = false; waits_rows[1] = false
+#ifdef ONEBIT
+#define UNCHANGED data_wait        /* as it was armed, perhaps by the other one, anew */
+#else
+#define UNCHANGED armed[me]        /* the word counts its wake-ups beside the bit: nobody has woken since I armed */
+#endif
 inline admit() {                                   /* ok: a row may be moved */
 #ifdef WRITER_NOFENCE
   ok = ADMITS;
@@ -74,7 +81,7 @@ again: atomic { if :: role -> busy = true; goto out :: else -> role = true; busy
      :: !(MET) && put != inserted -> admit(); \
         if :: !ok -> break :: else fi; \
         inserted++;              /* T4 */ \
-        atomic { data_wait = false; slot_wait = false; ok = false }   /* T7: fence; wake */ \
+        atomic { WAKE_ROWS; slot_wait = false; ok = false }   /* T7: fence; wake */ \
   od; \
   role = false;                  /* fence; look again */ \
   runnable(); \
@@ -141,15 +148,16 @@ again:
         FIRST(HELP(GRANTS(inserted), a1, o1));
 #ifdef SLEEPER_NOFENCE
         ok = GRANTS(inserted);
-        data_wait = true;
+        atomic { data_wait = true; armed[me] = true };
         if :: ok -> goto again :: else fi;
 #else
-        data_wait = true;                          /* arm; fence; once more; L3 */
+        atomic { data_wait = true; armed[me] = true }   /* arm; fence; once more; L3 */
         HELP(GRANTS(inserted), a2, o2);
         if :: GRANTS(inserted) -> busy = false; goto again :: else fi;
 #endif
         busy = false;
-        waits_rows[me] = true; SLEEP(data_wait); waits_rows[me] = false;
+        atomic { if :: UNCHANGED -> waits_rows[me] = true; armed[me] = false :: else fi };   /* futex_wait */
+        SLEEP(waits_rows[me]);
         if :: over -> goto gone :: else fi
      fi
   od;
@@ -176,7 +184,7 @@ init { atomic { run Collector(); run Sampler(0); run Sampler(1);
   }
 #ifdef SLICE
   byte was = 255;                                                              /* every slice ends, once after the death */
-  do :: timeout -> if :: was != budget -> was = budget; writer_wait = false; slot_wait = false; data_wait = false :: else -> break fi od;
+  do :: timeout -> if :: was != budget -> was = budget; writer_wait = false; slot_wait = false; WAKE_ROWS :: else -> break fi od;
 #endif
   timeout ->
   assert(!(put != inserted && ADMITS));                                        /* rows lie in the ring that may be moved */

@@ -40,19 +40,57 @@ def test_no_violation(target):
 
 
 @pytest.mark.timeout(300)
-def test_a_violation_is_found_and_told(tmp_path):
-    """Headers that store a wrong result in the record: what cannot fail proves nothing."""
+@pytest.mark.parametrize(("header", "right", "wrong", "target", "told"), [
+    ("transaction.h", "store(r.result, id, relaxed);", "store(r.result, id + 1, relaxed);", "run", "VIOLATION: ring "),
+    ("links.h", "ends_.clear(joined_slot), mark(joined_slot);", "mark(joined_slot);", "trajectories-run", "VIOLATION: "),
+])
+def test_a_violation_is_found_and_told(tmp_path, header, right, wrong, target, told):
+    """Headers that store a wrong result in the record, or a predecessor that stays an end: what cannot fail proves nothing."""
     if why := _cannot("steps"):
         pytest.skip(why)
     native = tmp_path / "native"
     shutil.copytree(HERE.parents[1] / "shmbuf" / "native", native)
-    text = (native / "transaction.h").read_text()
-    broken = text.replace("store(r.result, id, relaxed);", "store(r.result, id + 1, relaxed);")
+    text = (native / header).read_text()
+    broken = text.replace(right, wrong)
     assert broken != text
-    (native / "transaction.h").write_text(broken)
+    (native / header).write_text(broken)
     work = tmp_path / "driver"
     shutil.copytree(HERE, work, ignore=shutil.ignore_patterns("out", "__pycache__"))
-    done = subprocess.run(["make", "-C", str(work), "run", f"NATIVE={native}", "SECONDS_=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    done = subprocess.run(["make", "-C", str(work), target, f"NATIVE={native}", "SECONDS_=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True, check=False)
     assert done.returncode != 0
-    assert "VIOLATION: ring " in done.stdout and "again: --seed " in done.stdout
+    assert told in done.stdout and "again: --seed " in done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", ["run", "steps", "tsan", "asan", "aarch64"])
+def test_limiter_and_epoch(target):
+    if why := _cannot(target):
+        pytest.skip(why)
+    done = subprocess.run(["make", "-C", str(HERE), f"words-{target}", "SECONDS_=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "ok: shared words" in done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("header", "line", "instead", "told"), [
+    ("epoch.h", "if (!compare_exchange(word_, was, next)) continue;", "word_ = next;", "twice"),
+    ("limiter.h", "if (load(w_.version.low, relaxed) == v)", "", "half a set"),
+    ("limiter.h", "store(w_.blocked, 1u, relaxed);", "", "admit says"),
+    ("limiter.h", "compare_exchange(w_.sampled, s, s + n, seq_cst)", "(store(w_.sampled, s + n, relaxed), true)", ""),
+])
+def test_a_weaker_limiter_or_epoch_is_found_and_told(tmp_path, header, line, instead, told):
+    if why := _cannot("steps"):
+        pytest.skip(why)
+    native = tmp_path / "native"
+    shutil.copytree(HERE.parents[1] / "shmbuf" / "native", native)
+    text = (native / header).read_text()
+    assert line in text
+    (native / header).write_text(text.replace(line, instead))
+    work = tmp_path / "driver"
+    shutil.copytree(HERE, work, ignore=shutil.ignore_patterns("out", "__pycache__"))
+    done = subprocess.run(["make", "-C", str(work), "words-steps", f"NATIVE={native}", "SECONDS_=10"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, check=False)
+    assert done.returncode != 0
+    assert "VIOLATION: " in done.stdout and told in done.stdout and "again: --seed " in done.stdout

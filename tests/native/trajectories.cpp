@@ -398,6 +398,7 @@ static void garbage(u64 seed) {
     for (u64 f : found) CHECK(f == kNoRow || (f >= lo && f < hi), "garbage led out of the window");
     CHECK(found[1] == kNoRow || load(l.of(found[1]).prev, relaxed) == found[1] - id, "a follower that does not point back");
     (void)l.has_following(id, rng.below(1000), hi);
+    CHECK(l.previous(lo - 1, lo) == kNoRow && l.following(hi, hi) == kNoRow, "a row outside has neighbours");
     ids[k] = id;
   }
   for (u64 k = 0; k < 8; ++k) {

@@ -169,6 +169,16 @@ ENTRIES: list[Entry] = [
     Spin("role.pml", "-DSLICE -DDRAIN -DREADER -DCRASH1 -DSAMEFD -DMUTEX", soak=True, cc=BIG, limit=600),
     Spin("role.pml", "-DRETRY -DDRAIN -DREADER", soak=True, cc=BIG, limit=600),
     *_mutants("role.pml", "-DRETRY -DNORECHECK", "-DRETRY -DNOHAND", "-DRETRY -DCRASH1", "-DSLICE -DSAMEFD"),
+    # the rate limiter's sleepers
+    Spin("limiter.pml", "", cc=BIG),
+    Spin("limiter.pml", "-DKILLER -DSLICE", cc=BIG),
+    Spin("limiter.pml", "-DNODRAIN -DFULL -DPUTS=3"),
+    Spin("limiter.pml", "-DNODRAIN -DNUM=2 -DPUTS=4 -DTAKES=3"),
+    Spin("limiter.pml", "-DNODRAIN -DDEN=2 -DN=2 -DPUTS=6"),
+    Spin("limiter.pml", "-DPUTS=3", soak=True, cc=BIG, limit=600),
+    Spin("limiter.pml", "-DNODRAIN -DFULL -DPUTS=4 -DTAKES=2", soak=True, cc=BIG, limit=600),
+    *_mutants("limiter.pml", "-DNOWAKE", "-DNODRAIN -DNOWAKE", "-DWAKER_NOFENCE", "-DWRITER_NOFENCE", "-DPLAIN_RUNNABLE", "-DNORECHECK",
+              "-DSLEEPER_NOFENCE", "-DNARROW", "-DKILLER", "-DNODRAIN -DNUM=2 -DPUTS=4 -DTAKES=3 -DONEBIT"),
     # a collector's slot
     Spin("slot.pml", "", cc=BIG),
     Spin("slot.pml", "-DCRASHES=4", soak=True, cc=BIG, limit=600),
