@@ -153,7 +153,7 @@ again:
 #else
         atomic { data_wait = true; armed[me] = true }   /* arm; fence; once more; L3 */
         HELP(GRANTS(inserted), a2, o2);
-        if :: GRANTS(inserted) -> busy = false; goto again :: else fi;
+        if :: atomic { GRANTS(inserted) -> busy = false; armed[me] = false; goto again } :: else fi;
 #endif
         busy = false;
         atomic { if :: UNCHANGED -> waits_rows[me] = true; armed[me] = false :: else fi };   /* futex_wait */
