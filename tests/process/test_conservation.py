@@ -22,7 +22,7 @@ def test_conservation(method, drain, tmp_path, unique_name):
     with Buffer.create(unique_name, 7_001, schema=oracle.SCHEMA, ring_bytes=1 << 15, drain=drain) as buffer:
         tasks = [(workers.collect, (unique_name, w, acks.path, LARGEST, stop, w)) for w in range(8)]
         tasks += [(workers.learn, (unique_name, stop, out)) for _ in range(2)]
-        codes = workers.run_all(method, tasks, 5, stop)
+        codes = workers.run_all(method, tasks, 5, stop, lambda: buffer.write_count > buffer.capacity)
         assert codes == [0] * 10
         assert sum(out.get(timeout=10) for _ in range(2)) > 0
         oracle.settle(buffer)

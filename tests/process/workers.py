@@ -52,12 +52,18 @@ def drain(name: str) -> None:
     module.run(name, quiet=True)
 
 
-def run_all(method: str, tasks: list, seconds: float, stop) -> list:
-    """Start (target, args) in processes, let them work, stop and join; returns their exit codes."""
+def run_all(method: str, tasks: list, seconds: float, stop, begun=lambda: True) -> list:
+    """Start (target, args) in processes, let them work, stop and join; returns their exit codes.
+
+    The seconds count from when ``begun()`` holds (a minute at most): on a busy machine spawning takes longer than they do.
+    """
     context = multiprocessing.get_context(method)
     processes = [context.Process(target=t, args=a) for t, a in tasks]
     for p in processes:
         p.start()
+    give_up = time.monotonic() + 60
+    while not begun() and time.monotonic() < give_up and not any(p.exitcode for p in processes):
+        time.sleep(0.02)
     deadline = time.monotonic() + seconds
     while (
         time.monotonic() < deadline and any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes)
