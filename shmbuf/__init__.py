@@ -32,13 +32,17 @@ _HOME = {
     "Schema": "schema",
     "destroy": "segment",
     "Buffer": "buffer",
+    "Trajectory": "trajectories",
     "Ticket": "ticket",
     "ShmStorage": "storage",
     **dict.fromkeys(("RandomSampler", "PrioritizedSampler"), "samplers"),
     **dict.fromkeys(
-        ("SamplerWithoutReplacement", "ConsumingSampler", "NewestSampler", "StalenessAwareSampler"),
+        ("SamplerWithoutReplacement", "ConsumingSampler", "NewestSampler", "StalenessAwareSampler", "SamplerEnsemble"),
         "samplers",
     ),
+    **dict.fromkeys(("SliceSampler", "SliceSamplerWithoutReplacement", "PrioritizedSliceSampler"), "samplers"),
+    **dict.fromkeys(("SampleUnit", "Transition", "Sequence", "NStep"), "samplers"),
+    **dict.fromkeys(("ReplayBufferEnsemble", "StorageEnsemble"), "ensemble"),
     **dict.fromkeys(
         ("ParameterScheduler", "LambdaScheduler", "LinearScheduler", "StepScheduler", "SchedulerList"), "schedulers"
     ),
@@ -51,17 +55,32 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
+    from shmbuf.ensemble import ReplayBufferEnsemble, StorageEnsemble
     from shmbuf.errors import *  # noqa: F403
-    from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
     from shmbuf.limiter import MinSize, Queue, RateLimiter
-    from shmbuf.samplers import PrioritizedSampler, RandomSampler
-    from shmbuf.samplers import ConsumingSampler, NewestSampler, SamplerWithoutReplacement
-    from shmbuf.samplers import StalenessAwareSampler
+    from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
+    from shmbuf.samplers import (
+        ConsumingSampler,
+        NewestSampler,
+        NStep,
+        PrioritizedSampler,
+        PrioritizedSliceSampler,
+        RandomSampler,
+        SamplerEnsemble,
+        SamplerWithoutReplacement,
+        SampleUnit,
+        Sequence,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+        StalenessAwareSampler,
+        Transition,
+    )
     from shmbuf.schedulers import LambdaScheduler, LinearScheduler, ParameterScheduler, SchedulerList, StepScheduler
     from shmbuf.schema import Schema
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
+    from shmbuf.trajectories import Trajectory
 
 
 def __getattr__(name: str) -> Any:

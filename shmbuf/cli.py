@@ -19,6 +19,7 @@ import posix_ipc
 from shmbuf import __version__, segment
 from shmbuf._extension import native
 from shmbuf.errors import BufferFormatError, BufferNotFound, ShmbufError, TooManyOpenFiles
+from shmbuf.limiter import figures
 from shmbuf.printing import count, living, nbytes, print_json, print_rich, printable, seconds, styled, table
 from shmbuf.schema import Schema, show_key
 
@@ -207,6 +208,7 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
             "takeovers": counters["takeovers"],
             **{k: writer[k] for k in ("command", "process_state")},
         },
+        limiter=figures(handle.limiter(1)),
         members=sorted(members, key=lambda m: (not m["alive"], m["since"])),
         collectors=collectors,
         counters=counters,
@@ -365,6 +367,8 @@ def _heading(info: Info) -> Any:
             count(w["takeovers"], "takeover"),
         ],
     )
+    if info["limiter"]:
+        line("limiter", f"{info['limiter']['samples_per_insert']:g} samples an insert", info["limiter"]["text"])
     return grid
 
 

@@ -105,30 +105,32 @@ class EpochReader:
 
     def _of_epoch(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
         """All of one claim; what is overwritten meanwhile is replaced by more of the same epoch, as far as it goes."""
-        since, batch = time.monotonic(), _Batch(n)
+        since, batch, ended = time.monotonic(), _Batch(n), False
         for _ in range(MAX_TRIES):
-            ended = batch.take(self._claim, fetch, self.drop_last)
-            if not batch.claimed:
+            first = batch.fresh
+            ended = batch.take(self._claim, fetch, self.drop_last and first)
+            if first and not batch.claimed:
                 self._wait_for_epoch(n, timeout, since)
                 continue
-            while batch.missing.size and not ended:
-                ended = batch.take(self._claim, fetch, False)
-            if batch.missing.size < (1 if self.drop_last else n):
+            ended = ended or not batch.claimed  # emptied meanwhile
+            if not batch.missing.size or (ended and not self.drop_last and batch.missing.size < n):
                 self.ran_out = self._at_end(n, ended)
                 return batch.ids, batch.order(sort=not self.shuffle)
-            batch = _Batch(n)  # the rest of that epoch was less than a batch
+            if ended:  # what was left of that epoch is no batch
+                batch = _Batch(n)
         raise self._lapped()
 
     def _of_new(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
         """What nobody had yet (or not often enough), over as many windows as it takes; fewer if there is no more in time."""
-        since, batch, nap, helped = time.monotonic(), _Batch(n), 1e-4, False
+        since, batch, nap, helped, in_vain = time.monotonic(), _Batch(n), 1e-4, False, 0
         self.ran_out = False
-        for _ in iter(int, 1):
+        while in_vain < MAX_TRIES:
+            had = batch.missing.size
             batch.take(self._claim, fetch, False)
             if not batch.missing.size:
                 break
             if batch.claimed:
-                nap, helped = 1e-4, False
+                nap, helped, in_vain = 1e-4, False, in_vain + 1 if batch.missing.size == had else 0
                 continue
             if self.buffer._get("destroyed"):
                 raise StorageLost(f"buffer {self.buffer.name!r} was destroyed while a reader waited for new rows")
@@ -144,7 +146,7 @@ class EpochReader:
             time.sleep(nap if left is None else min(nap, left))
             nap, helped = min(2 * nap, 5e-3), False
         if batch.missing.size == n:
-            raise NotEnoughRows(self._nothing_new(timeout))
+            raise self._lapped() if in_vain else NotEnoughRows(self._nothing_new(timeout))
         return batch.ids, batch.order(sort=not self.shuffle)
 
     # ---- claims -------------------------------------------------------------------------------------------------
@@ -257,6 +259,10 @@ class _Batch:
         self.missing = np.arange(n)
         self.claimed = 0  # by the last take()
         self._takes = 0
+
+    @property
+    def fresh(self) -> bool:
+        return not self._takes
 
     def take(self, claim: Callable[[int, np.ndarray, bool], tuple[int, bool]], fetch: Fetch, drop_last: bool) -> bool:
         """Claim as many as are missing, copy them; returns whether that was the end of the epoch."""

@@ -15,6 +15,7 @@ from shmbuf.errors import (
     StorageLost,
     TooManyCollectors,
 )
+from shmbuf.limiter import collectors_text
 
 if TYPE_CHECKING:
     from shmbuf.attachment import Attachment
@@ -63,8 +64,14 @@ def _ring_full_text(buffer: Buffer, n: int, seconds: float) -> str:
     waited = "" if buffer._full == "error" or seconds <= 0 else f" after {seconds:g} s"
     return (
         f"the ring of collector {buffer._handle.slot} has no room{waited} ({used}{n:,} rows of "
-        f"{buffer._schema.row_bytes if buffer._schema else 0:,} bytes to put): {writer_text(buffer)}"
+        f"{buffer._schema.row_bytes if buffer._schema else 0:,} bytes to put): {held_up_text(buffer)}"
     )
+
+
+def held_up_text(buffer: Attachment) -> str:
+    """Why rows stay in the rings: because of the limiter, or of whoever drains."""
+    limited = collectors_text(buffer._call("limiter", 1))
+    return writer_text(buffer) if limited is None else f"{limited}. Sample more, or set_limiter()."
 
 
 def writer_text(buffer: Attachment) -> str:

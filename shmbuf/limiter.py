@@ -7,6 +7,8 @@ Collectors then feel it as a full ring: what happens is their buffer's ``full=``
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -15,26 +17,37 @@ from shmbuf._extension import native
 
 _FAULTS = ("none", "ratio", "order", "deadlock", "narrow", "min_size")
 _MAX = (1 << 32) - 1
+Scaled = tuple[int, int, int, "int | None", "int | None"]
+
+
+def _rows(what: str, value: Any, least: int = 0) -> int:
+    if not _finite(value) or int(value) != value or not least <= value <= _MAX:
+        raise ValueError(f"{what}={value!r}: a number of rows, {least} to {_MAX:,}")
+    return int(value)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Words(Protocol):
     """What the segment keeps: samples per insert as a fraction, and differences in rows sampled."""
 
-    def words(self) -> tuple[int, int, int, float | None, float | None]: ...
+    def words(self, batch: int = 1) -> tuple[int, int, int, float | None, float | None]: ...
 
     strict: bool
 
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """samples_per_insert rows are sampled for each row inserted, give or take.
+    """samples_per_insert rows are sampled for each row inserted, give or take (Reverb's SampleToInsertRatio).
 
     Args:
         samples_per_insert: > 0; 4.0: each row is sampled four times on average.
         min_size: rows inserted before the first may be sampled.
         error_buffer: how far the ratio may be off, in rows sampled: one number around ``min_size * samples_per_insert``, or
-            (min_diff, max_diff). Default: as little as works for ``max_batch``.
-        max_batch: the largest batch that will be sampled, for the default and the check of error_buffer.
+            (min_diff, max_diff), counted from when it is set. Reverb has no default; here it is the least that works for batches of ``max_batch``.
+        max_batch: the largest batch that will be sampled, for the default; the buffer's batch size counts if it is larger.
     """
 
     samples_per_insert: float
@@ -44,19 +57,25 @@ class RateLimiter:
 
     strict = True
 
-    def words(self) -> tuple[int, int, int, float | None, float | None]:
-        spi, size = self.samples_per_insert, self.min_size
-        if isinstance(spi, bool) or not 1 / 1000 <= float(spi) <= 1e6:
+    @property
+    def centred(self) -> bool:
+        """error_buffer is around the ratio, not at differences the user named."""
+        return not isinstance(self.error_buffer, (tuple, list))
+
+    def words(self, batch: int = 1) -> tuple[int, int, int, float | None, float | None]:
+        spi, size = self.samples_per_insert, _rows("min_size", self.min_size)
+        if isinstance(spi, bool) or not isinstance(spi, numbers.Real) or not 1 / 1000 <= float(spi) <= 1e6:
             raise ValueError(f"samples_per_insert={spi!r}: a number from 0.001 to 1,000,000")
-        if isinstance(size, bool) or int(size) != size or size < 0:
-            raise ValueError(f"min_size={size!r}: a number of rows ≥ 0")
         ratio = Fraction(spi).limit_denominator(4096)
-        if isinstance(self.error_buffer, (tuple, list)):
+        most = max(_rows("max_batch", self.max_batch), batch)
+        if isinstance(self.error_buffer, (tuple, list)) and len(self.error_buffer) == 2:
             low, high = self.error_buffer
         else:
-            error = self.error_buffer if self.error_buffer is not None else max(1.0, float(spi), self.max_batch)
-            low, high = size * float(spi) - error, size * float(spi) + error
-        return ratio.numerator, ratio.denominator, int(size), float(low), float(high)
+            error = self.error_buffer if self.error_buffer is not None else max(1.0, float(spi), most)
+            low, high = (size * float(ratio) - error, size * float(ratio) + error) if _finite(error) else (error, error)
+        if not (_finite(low) and _finite(high)):
+            raise ValueError(f"error_buffer={self.error_buffer!r}: a finite number, or two: (min_diff, max_diff)")
+        return ratio.numerator, ratio.denominator, size, float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -67,10 +86,8 @@ class MinSize:
 
     strict = False
 
-    def words(self) -> tuple[int, int, int, float | None, float | None]:
-        if isinstance(self.min_size, bool) or int(self.min_size) != self.min_size or self.min_size < 0:
-            raise ValueError(f"min_size={self.min_size!r}: a number of rows ≥ 0")
-        return 1, 1, int(self.min_size), None, None
+    def words(self, batch: int = 1) -> tuple[int, int, int, float | None, float | None]:
+        return 1, 1, _rows("min_size", self.min_size), None, None
 
 
 @dataclass(frozen=True)
@@ -81,15 +98,15 @@ class Queue:
 
     strict = False
 
-    def words(self) -> tuple[int, int, int, float | None, float | None]:
-        if isinstance(self.size, bool) or int(self.size) != self.size or not 1 <= self.size <= _MAX:
-            raise ValueError(f"size={self.size!r}: a number of rows, 1 to {_MAX:,}")
-        return 1, 1, 1, 0.0, float(self.size)
+    def words(self, batch: int = 1) -> tuple[int, int, int, float | None, float | None]:
+        return 1, 1, 1, 0.0, float(_rows("size", self.size, 1))
 
 
-def scaled(limiter: Words, batch: int) -> tuple[int, int, int, int | None, int | None]:
+def scaled(limiter: Words, batch: int) -> Scaled:
     """For the core: differences times the denominator. Raises ValueError where it would deadlock, naming the numbers."""
-    num, den, size, low, high = limiter.words()
+    num, den, size, low, high = limiter.words(batch)
+    if any(d is not None and abs(d * den) >= 1 << 62 for d in (low, high)):
+        raise ValueError(f"{limiter}: a difference of {max(abs(low or 0), abs(high or 0)):g} is out of range")
     low_by_den, high_by_den = (None if d is None else round(d * den) for d in (low, high))
     fault = _FAULTS[native.check_limiter(num, den, size, low_by_den, high_by_den, 1, batch, limiter.strict)]
     if fault == "none":
@@ -107,14 +124,70 @@ def scaled(limiter: Words, batch: int) -> tuple[int, int, int, int | None, int |
     raise ValueError(f"{limiter}: {said}")
 
 
+def from_now_on(limiter: Words, words: Scaled, before: dict[str, Any] | None, inserted: int) -> tuple[Scaled, bool]:
+    """What to set in a buffer that has been in use, and whether differences have to be counted anew.
+
+    They count from here unless the ratio stays. Around `RateLimiter`'s error buffer the middle is what the difference will be
+    when sampling begins, or the one that held so far.
+    """
+    num, den, size, low, high = words
+    same = before is not None and (before["num"], before["den"]) == (num, den) and before["min_diff"] is not None
+    if not getattr(limiter, "centred", False):
+        return words, not same
+    if inserted < size:
+        middle = (round(before["diff"] * den) if same else 0) + (size - inserted) * num  # type: ignore[index]
+    else:
+        middle = round((before["min_diff"] + before["max_diff"]) / 2 * den) if same else 0  # type: ignore[index]
+    shift = middle - size * num
+    return (num, den, size, low + shift, high + shift), not same  # type: ignore[operator]
+
+
+def limiter_of(state: dict[str, Any] | None) -> Words | None:
+    """What was set, from what the segment keeps of it."""
+    if state is None:
+        return None
+    spi, size, low, high = state["num"] / state["den"], state["min_size"], state["min_diff"], state["max_diff"]
+    if low is None:
+        return MinSize(size)
+    if (spi, size, low) == (1, 1, 0):
+        return Queue(int(high))
+    return RateLimiter(spi, size, (low, high))
+
+
+def figures(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """For ``stats()`` and `shminfo`."""
+    if state is None:
+        return None
+    keys = ("min_size", "min_diff", "max_diff", "inserted", "sampled", "diff")
+    return {
+        "samples_per_insert": state["num"] / state["den"],
+        **{k: state[k] for k in keys},
+        "samplers_wait": state["sampler_waits_for_size"] or state["sampler_waits_for_inserts"],
+        "collectors_wait": state["writer_waits_for_samples"],
+        "text": waiting_text(state, 1),
+    }
+
+
+def _difference(state: dict[str, Any]) -> str:
+    spi, inserted, sampled, diff = state["num"] / state["den"], state["inserted"], state["sampled"], state["diff"]
+    if math.isclose(inserted * spi - sampled, diff, abs_tol=1e-6):
+        return f"inserted {inserted:,} x {spi:g} - sampled {sampled:,} = {diff:,.10g}"
+    return f"inserted x {spi:g} - sampled, since the limiter was set, = {diff:,.10g} (in all {inserted:,} and {sampled:,})"
+
+
 def waiting_text(state: dict[str, Any], n: int) -> str:
     """Why n rows cannot be sampled, or rows not be inserted, now."""
-    spi = state["num"] / state["den"]
     if state["sampler_waits_for_size"]:
-        return f"{state['inserted']:,} rows were inserted, sampling begins at {state['min_size']:,}: samplers wait for collectors"
-    about = f"inserted {state['inserted']:,} x {spi:g} - sampled {state['sampled']:,} = {state['diff']:g}"
+        return f"inserted {state['inserted']:,} rows, sampling begins at {state['min_size']:,}: samplers wait for collectors"
     if state["sampler_waits_for_inserts"]:
-        return f"{about}; {n:,} rows more would go below {state['min_diff']:g}: samplers wait for collectors"
-    if state["allowance"] == 0:
-        return f"{about}, above {state['max_diff']:g}: collectors wait for samplers"
-    return about
+        more = f"{n:,} rows" if n != 1 else "a row"
+        return f"{_difference(state)}; {more} more would go below {state['min_diff']:,.10g}: samplers wait for collectors"
+    return collectors_text(state) or _difference(state)
+
+
+def collectors_text(state: dict[str, Any] | None) -> str | None:
+    """Why rows stay in the rings; None: not because of the limiter."""
+    if state is None or state["allowance"] != 0:
+        return None
+    most = f"{state['max_diff']:,.10g}"
+    return f"collectors wait for samplers: {_difference(state)}, and a row more would go above {most}"

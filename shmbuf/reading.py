@@ -13,7 +13,7 @@ from shmbuf import failures
 from shmbuf._extension import native
 from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
-from shmbuf.limiter import Words, scaled, waiting_text
+from shmbuf.limiter import Scaled, Words, figures, from_now_on, limiter_of, scaled, waiting_text
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -60,7 +60,9 @@ class Reading(Attachment):
         ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
-        ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest.
+        ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
+        ``limiter``: None, or its parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a
+        batch of 1; ``collectors_wait``; ``text``).
         """
         c, rings = self._call("counters"), self._call("collectors")
         return {
@@ -70,6 +72,7 @@ class Reading(Attachment):
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,
+            "limiter": figures(self._call("limiter", 1)),
         }
 
     def collectors(self) -> list[dict[str, Any]]:
@@ -140,9 +143,20 @@ class Reading(Attachment):
         """
         if self._readonly:
             raise PermissionError("a read-only handle cannot change the limiter")
-        words = (0, 0, 0, None, None) if limiter is None else scaled(limiter, batch)
+        none: Scaled = (0, 0, 0, None, None)
+        words, before, anew = none, self.limiter_state(), False
+        if limiter is not None:
+            inserted = self._call("counters")["rows_total"] if self._get("ready") else 0
+            words, anew = from_now_on(limiter, scaled(limiter, batch), before, inserted)
+        if before and anew:  # the core counts on where the ratio stays
+            self._call("set_limiter", *none)
         if not self._call("set_limiter", *words):
             raise TimeoutError("the limiter is being changed by others all the time")
+
+    @property
+    def limiter(self) -> Words | None:
+        """What limits sampling and inserting now, for all processes; None: nothing."""
+        return limiter_of(self._call("limiter", 1))
 
     def limiter_state(self, n: int = 1) -> dict[str, Any] | None:
         """The limiter's numbers, and who waits for whom if a batch of n were asked for now. None: there is no limiter."""

@@ -18,6 +18,7 @@ from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, NotEnoughRows, RingFull, SchemaError
 from shmbuf.limiter import Words, scaled
 from shmbuf.samplers import SAMPLERS, RandomSampler, Sampler
+from shmbuf.samplers.sequences import UNITS, SampleUnit, anchor_priorities, checked_unit
 from shmbuf.schema import Key, as_key, show_key
 from shmbuf.storage import ShmStorage, stack
 from shmbuf.ticket import Ticket, left_of, seconds_of
@@ -44,6 +45,7 @@ class ReplayBuffer:
         batch_size: of `sample()`.
         pin_memory: samples in page-locked memory, where CUDA is present.
         limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
+        sample_unit: what each sampled row becomes: a `Sequence`, an `NStep` transition; default: itself.
         seed: of this handle's draws; the same seed draws the same of the same stored rows.
 
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, under
@@ -58,6 +60,7 @@ class ReplayBuffer:
         batch_size: int | None = None,
         pin_memory: bool = False,
         limiter: Words | None = None,
+        sample_unit: SampleUnit | None = None,
         seed: int | None = None,
     ):
         storage = storage() if callable(storage) and not isinstance(storage, ShmStorage) else storage
@@ -67,7 +70,10 @@ class ReplayBuffer:
         self._storage = storage if storage is not None else ShmStorage(1000)
         self._sampler = _checked_sampler(sampler) if sampler is not None else RandomSampler()
         self._sampler.check_capacity(self._storage.max_size)
-        self._storage.suggest(self._sampler.trajectory_settings())
+        self._unit = checked_unit(sample_unit)
+        for part in (self._sampler, self._unit):
+            if part is not None:
+                self._storage.suggest(part.trajectory_settings())
         self._batch_size = _positive(batch_size)
         self._priority_key: Key | None = getattr(self, "_priority_key", None)
         self._pin = pin_memory and torch.cuda.is_available()
@@ -81,6 +87,7 @@ class ReplayBuffer:
                 "priority_key": list(self._priority_key or ()),
                 "pin_memory": pin_memory,
                 "sampler": [self._sampler.name, self._sampler.arguments()],
+                "sample_unit": None if self._unit is None else [self._unit.name, self._unit.arguments()],
             }
         )
         if words is not None:
@@ -104,6 +111,8 @@ class ReplayBuffer:
         try:
             kind, arguments = face.get("sampler", ["random", {}])
             self._sampler = SAMPLERS[kind](**arguments)
+            unit = face.get("sample_unit")
+            self._unit = None if unit is None else UNITS[unit[0]](**unit[1])
             self._batch_size = _positive(face.get("batch_size"))
             self._priority_key = tuple(face.get("priority_key") or ()) or None
             self._pin = bool(face.get("pin_memory")) and torch.cuda.is_available()
@@ -270,7 +279,10 @@ class ReplayBuffer:
             self._reseed(self._rng)
         buffer.acquire_samples(n, timeout)
         try:
-            td = sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
+            if self._unit is None:
+                td = sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
+            else:
+                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
         except BaseException:
             buffer.refund_samples(n)
             raise
@@ -278,13 +290,14 @@ class ReplayBuffer:
         if got < n:  # what was left of an epoch
             buffer.refund_samples(n - got)
         if return_info or include_info:
-            return td, {k: td[k] for k in sampler.info_keys if k in td.keys(True)}
+            keys = (*sampler.info_keys, *(self._unit.info_keys if self._unit is not None else ()))
+            return td, {k: td[k] for k in keys if k in td.keys(True)}
         return td
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Draw by another sampler from now on, through this handle."""
-        self._sampler = _checked_sampler(sampler)
-        self._sampler.prepare(self._storage)
+        _checked_sampler(sampler).prepare(self._storage)
+        self._sampler = sampler
 
     @property
     def limiter(self) -> Words | None:
@@ -329,7 +342,8 @@ class ReplayBuffer:
         else:
             ids = _numbers(row_id, "row_id")
         if isinstance(priority, torch.Tensor):
-            priority = self._reduced(priority, len(ids)).detach().cpu().numpy()
+            priority = self._reduced(priority, len(ids)).detach().cpu()
+            priority = (priority.float() if priority.dtype is torch.bfloat16 else priority).numpy()
         return torch.from_numpy(buffer.set_priorities(ids, priority))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -342,7 +356,10 @@ class ReplayBuffer:
         if priority is None or (ids is None and data.get("index", None) is None):
             missing = show_key(key) if priority is None else "'row_id'"
             raise KeyError(f"{missing} is not in the TensorDict, which has {sorted(map(str, data.keys(True, True)))}")
-        if ids is not None:
+        anchors = anchor_priorities(data, priority)
+        if anchors is not None:
+            self.update_priority(None, anchors[1], row_id=anchors[0])
+        elif ids is not None:
             self.update_priority(None, self._reduced(priority, ids.numel()), row_id=ids)
         else:
             self.update_priority(data.get("index"), priority)

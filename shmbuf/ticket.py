@@ -10,7 +10,7 @@ import numpy as np
 
 from shmbuf._extension import native
 from shmbuf.errors import CommitInterrupted, CommitPending, StorageLost
-from shmbuf.failures import writer_text
+from shmbuf.failures import held_up_text
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
@@ -104,7 +104,7 @@ class Ticket:
             what = f"{self.rows:,} of {self._native.asked:,} rows are" if self._native.asked else "the emptying is"
             raise CommitPending(
                 f"{what} in the ring but not committed after {timeout:.3g} s: it will happen; .ticket waits for it. "
-                f"{writer_text(self._buffer)}",
+                f"{held_up_text(self._buffer)}",
                 self,
                 self.rows,
             )

@@ -142,8 +142,10 @@ class Trajectories(Reading):
                 pass
             elif lo != live_lo and tries < MAX_TRIES:  # rows are being overwritten just now: wait for what comes instead
                 time.sleep(_NAP)
+            elif not len(self):
+                self.wait_rows(1, None if seconds < 0 else max(0.0, seconds - (time.monotonic() - since)))
             elif 0 <= seconds <= time.monotonic() - since:
-                self._no_slice(length, longest, seconds)
+                raise self._no_slice(length, longest, seconds)
             else:
                 if not self._readonly:
                     self._call("help")
@@ -153,10 +155,8 @@ class Trajectories(Reading):
             ids = np.ascontiguousarray(np.take_along_axis(ids, at, axis=1))
         return ids, lens
 
-    def _no_slice(self, length: int, longest: int, seconds: float) -> None:
-        if not len(self):
-            self.wait_rows(1, 0.0)
-        raise NotEnoughRows(
+    def _no_slice(self, length: int, longest: int, seconds: float) -> NotEnoughRows:
+        return NotEnoughRows(
             f"Did not find a single trajectory with sufficient length in buffer {self.name!r}: the longest has "
             f"{longest:,} row{'s' * (longest != 1)}, slices of {length:,} were asked for"
             + (f" (after {seconds:g} s)" if seconds else "; strict=False takes shorter ones whole, timeout= waits")

@@ -13,6 +13,8 @@ from shmbuf import Buffer
 
 WORDS = 13  # payload of 104 bytes: rows straddle cache lines and ring ends
 SCHEMA = {"who": "int64", "k": "int64", "payload": ("uint64", (WORDS,))}
+ENDING = {**SCHEMA, "done": "bool"}  # rows with ends, for buffers that keep trajectories
+APART = 99  # this writer puts every row into a stream of its own
 
 
 def payload(who: np.ndarray, k: np.ndarray, words: int = WORDS) -> np.ndarray:
@@ -27,10 +29,20 @@ def payload(who: np.ndarray, k: np.ndarray, words: int = WORDS) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def make_rows(who: int, first: int, n: int) -> dict:
+def make_rows(who: int, first: int, n: int, *, ends: bool = False) -> dict:
     k = np.arange(first, first + n, dtype=np.int64)
     w = np.full(n, who, np.int64)
-    return {"who": w, "k": k, "payload": payload(w, k)}
+    rows = {"who": w, "k": k, "payload": payload(w, k)}
+    return {**rows, "done": is_end(k)} if ends else rows
+
+
+def stream_of(who: int, k: np.ndarray) -> np.ndarray:
+    """Which of its streams a writer that has several puts its k-th row into."""
+    return k if who == APART else k // 2 % 3
+
+
+def is_end(k: np.ndarray) -> np.ndarray:
+    return k % 17 >= 15
 
 
 def check_rows(rows: dict) -> None:
@@ -58,13 +70,55 @@ def settle(buffer: Buffer) -> None:
             os.sched_yield()
 
 
-def check(buffer: Buffer, acks: np.ndarray, largest_put: int, *, whole: bool = False) -> dict:
+def check_links(buffer: Buffer, streams: bool, cuts: int | None = 0) -> None:
+    """At rest, if trajectories are kept: every live row lies in exactly one, and is followed by the next row of its stream.
+
+    Args:
+        streams: rows were put with ``stream_of``, else all of a writer into one.
+        cuts: how many trajectories may have been cut, as a collector that came back does; None: any number.
+    """
+    lo, hi = buffer.window
+    if buffer.schema is None or not buffer.marks.keep or lo == hi:
+        return
+    rows = buffer.gather(np.arange(lo, hi))
+    who, k, done = rows["who"], rows["k"], rows.get("done", np.zeros(hi - lo, bool))
+    stream = np.array([stream_of(w, n) if streams else 0 for w, n in zip(who, k, strict=True)])
+    following: dict[int, int] = {}  # the next row of the same stream
+    last: dict[tuple[int, int], int] = {}
+    for i, key in enumerate(zip(who.tolist(), stream.tolist(), strict=True)):
+        if key in last:
+            following[last[key]] = i
+        last[key] = i
+    ends, firsts, _ = buffer._handle.trajectories()
+    seen, cut = np.zeros(hi - lo, int), 0
+    for end, first in zip(ends, firsts, strict=True):
+        t = np.array(buffer._handle.trajectory(end)) - lo
+        assert t[0] == first - lo and t[-1] == end - lo, (end, first, t)
+        seen[t] += 1
+        for a, b in zip(t[:-1].tolist(), t[1:].tolist(), strict=True):
+            assert following.get(a) == b, f"row {a} of stream {who[a], stream[a]} is followed by {b}, not {following.get(a)}"
+        assert not done[t[:-1]].any(), f"trajectory {first} to {end} goes on after an end"
+        cut += not done[t[-1]] and int(t[-1]) in following
+    assert (seen == 1).all(), f"rows {np.flatnonzero(seen != 1)[:9] + lo} lie in {seen[seen != 1][:9]} trajectories"
+    assert cuts is None or cut <= cuts, f"{cut} trajectories were cut"
+
+
+def check(
+    buffer: Buffer,
+    acks: np.ndarray,
+    largest_put: int,
+    *,
+    whole: bool = False,
+    streams: bool = False,
+    cuts: int | None = 0,
+) -> dict:
     """At rest, after `settle`: the invariants and the accounts.
 
     Args:
         acks: rows acknowledged per writer.
         largest_put: a writer killed inside a put may have put that many more.
         whole: the buffer never wrapped nor was emptied, so all rows are there.
+        streams, cuts: see `check_links`.
     """
     s = buffer.stats()
     assert s["first_id"] <= s["end_id"] and s["size"] <= buffer.capacity
@@ -72,6 +126,8 @@ def check(buffer: Buffer, acks: np.ndarray, largest_put: int, *, whole: bool = F
     for c in buffer.collectors():
         assert 0 <= c["ring_used"] <= c["ring_bytes"], c
     assert s["malformed_records"] == 0, s
+    assert buffer._handle.check_tree() == 0, "stale sums of priorities"
+    check_links(buffer, streams, cuts)
     lo, hi = buffer.window
     rows = buffer.gather(np.arange(lo, hi))
     if hi > lo:

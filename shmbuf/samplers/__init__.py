@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from shmbuf.samplers.base import RandomSampler, Sampler
+from shmbuf.samplers.ensemble import SamplerEnsemble
 from shmbuf.samplers.epochs import ConsumingSampler, NewestSampler, SamplerWithoutReplacement
 from shmbuf.samplers.prioritized import PrioritizedSampler
+from shmbuf.samplers.sequences import NStep, SampleUnit, Sequence, Transition
 from shmbuf.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from shmbuf.samplers.staleness import StalenessAwareSampler
 
@@ -27,13 +29,18 @@ SAMPLERS: dict[str, type[Sampler]] = {
 __all__ = [
     "SAMPLERS",
     "ConsumingSampler",
+    "NStep",
     "NewestSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "SampleUnit",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
+    "Transition",
 ]

@@ -45,17 +45,8 @@ class Sampler:
     def prepare(self, storage: ShmStorage) -> None:
         """Called once for every handle that will draw this way, before its first draw. Raises what makes it impossible."""
 
-    def sample(
-        self,
-        storage: ShmStorage,
-        batch_size: int,
-        *,
-        out: TensorDictBase | None = None,
-        timeout: float | None = 0.0,
-        pin: bool = False,
-        **how: Any,
-    ) -> TensorDictBase:
-        """A batch with "index" and "row_id". ``how``: arguments of this call alone, which the kind of sampler names."""
+    def sample(self, storage: ShmStorage, batch_size: int, *args: Any, **how: Any) -> TensorDictBase:
+        """A batch with "index" and "row_id". Keywords: out, timeout, pin, and those of this call alone that the kind of sampler names."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

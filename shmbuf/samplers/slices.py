@@ -111,7 +111,7 @@ class SliceSampler(Sampler):
         sides = span if isinstance(span, (tuple, list)) else (span, span)
         if len(sides) != 2 or not all(isinstance(s, (bool, int, np.integer)) and s >= 0 for s in sides):
             raise ValueError(f"span={span!r}: a bool, a number of rows ≥ 0, or a pair of these (left, right)")
-        self.span: tuple[Any, Any] = tuple(s if isinstance(s, bool) else int(s) for s in sides)
+        self.span: tuple[Any, ...] = tuple(s if isinstance(s, bool) else int(s) for s in sides)
         self._seen: Any = None  # the marks that were checked
 
     def arguments(self) -> dict[str, Any]:

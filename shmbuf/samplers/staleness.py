@@ -122,7 +122,7 @@ class StalenessAwareSampler(Sampler):
         td.set("staleness", torch.from_numpy(staleness))
         if out is None:
             return td
-        if "staleness" not in out.keys():
+        if out.get("staleness", None) is None:
             out.set("staleness", torch.empty(batch_size, dtype=torch.float32))
         return out.update_(td)
 

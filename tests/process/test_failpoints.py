@@ -1,4 +1,5 @@
-"""Every labelled step of claim, build, ring, role, transaction, clear, skip, sweep and close: kill at hits 1 to 3, kill the
+"""Every labelled step of claim, build, ring, role, transaction, clear, skip, sweep and close, of the links of streams, the tree of
+priorities, the limiter and the epochs: kill at hits 1 to 3, kill the
 successor too, stop and continue; the oracle afterwards. A step that never fires fails."""
 
 import os
@@ -12,7 +13,7 @@ GROUPS = {
     "ring": 4,
     "role": 2,
     "plan": 2,
-    "txn": 6,
+    "txn": 8,
     "post": 4,
     "clear": 1,
     "skip": 1,
@@ -20,6 +21,10 @@ GROUPS = {
     "sweep": 2,
     "slot": 1,
     "close": 1,
+    "tree": 5,
+    "link": 11,
+    "limiter": 3,
+    "epoch": 1,
 }
 
 

@@ -21,10 +21,11 @@ def collect(name: str, who: int, acks_path: str, largest: int, stop, seed: int, 
     rng = random.Random(seed)
     acks = oracle.Acks(acks_path).counts
     buffer = Buffer.attach(name)
-    k = 0
+    k, streams = 0, buffer.schema is not None and buffer.marks.keep
     while not stop.is_set() and (rows is None or k < rows):
         n = min(rng.randint(1, largest), rows - k if rows is not None else largest)
-        ticket = buffer.put(oracle.make_rows(who, k, n))
+        record = oracle.make_rows(who, k, n)
+        ticket = buffer.put(record, stream=oracle.stream_of(who, record["k"]) if streams else None)
         assert ticket.rows == n
         k += n
         acks[who] = k

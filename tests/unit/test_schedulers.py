@@ -97,6 +97,6 @@ def test_bad_input():
     with pytest.raises(ValueError, match="min_value=2 is above max_value=1"):
         LambdaScheduler(sampler, "beta", lambda s: s, 2, 1)
     scheduler = StepScheduler(sampler, "beta", gamma=-2.0)
-    with pytest.raises(ValueError, match="beta=-0.8"):
+    with pytest.raises(ValueError, match=r"beta=-0\.8"):
         scheduler.step()
     assert sampler.beta == 0.4, "the sampler refuses, and keeps its value"

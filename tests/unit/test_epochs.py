@@ -1,0 +1,469 @@
+"""Drawing without replacement, consuming, newest first: what a batch holds, at the numpy and the TensorDict level."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import shmbuf
+from shmbuf import (
+    Buffer,
+    ConsumingSampler,
+    Lapped,
+    NewestSampler,
+    NotEnoughRows,
+    RateLimiter,
+    SamplerWithoutReplacement,
+    SchemaError,
+    StorageLost,
+)
+from tests.unit.helpers import k, rows, stuck_drainer
+from tests.unit.helpers_torch import rows as td_rows
+
+
+def take(reader, n: int, batches: int = 1, **kw) -> list[list[int]]:
+    return [reader.draw(n, **kw)[1].tolist() for _ in range(batches)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [i for b in batches for i in b]
+
+
+@pytest.fixture
+def ten(make) -> Buffer:
+    buf = make(10, schema={"k": "int64"})
+    buf.extend(k(*range(10)))
+    return buf
+
+
+# ---- epochs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_batches_of_4_from_10_rows_are_4_4_2(ten, shared):
+    reader = ten.epoch(shared=shared, seed=1)
+    for _ in range(3):
+        ran_out, batches = [], []
+        for _ in range(3):
+            batches += take(reader, 4)
+            ran_out.append(reader.ran_out)
+        assert [len(b) for b in batches] == [4, 4, 2] and ran_out == [False, False, True]
+        assert sorted(flat(batches)) == list(range(10))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_drop_last_gives_whole_batches_only(ten, shared):
+    reader = ten.epoch(shared=shared, drop_last=True, seed=1)
+    for _ in range(5):
+        first, second = take(reader, 4, 2)
+        assert len(first) == len(second) == 4 and not {*first} & {*second} and reader.ran_out
+
+
+def test_epochs_have_different_orders_and_rows_equal_chances(make):
+    buf = make(5, schema={"k": "int64"})
+    buf.extend(k(*range(5)))
+    reader, counts = buf.epoch(seed=7), {}
+    for _ in range(6000):
+        order = tuple(flat(take(reader, 5)))
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 120
+    chi = sum((c - 50) ** 2 / 50 for c in counts.values())
+    assert chi < 119 + 8 * (2 * 119) ** 0.5, chi
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_without_shuffle_the_oldest_come_first(ten, shared):
+    reader = ten.epoch(shared=shared, shuffle=False)
+    assert take(reader, 4, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
+
+
+def test_a_new_row_enters_the_next_epoch_and_an_overwritten_one_is_passed_over(ten):
+    reader = ten.epoch(shuffle=False)
+    assert take(reader, 3) == [[0, 1, 2]]
+    ten.extend(k(10, 11, 12, 13, 14))  # 0 to 4 are gone
+    assert take(reader, 3) == [[5, 6, 7]], "3 and 4 are replaced within the batch"
+    assert take(reader, 3) == [[8, 9]] and reader.ran_out
+    assert take(reader, 4, 3) == [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14]]
+    ten.extend(k(*range(15, 40)))
+    assert take(reader, 10) == [list(range(30, 40))], "an epoch that was overwritten whole is over"
+
+
+def test_rows_that_were_replaced_keep_the_order(make):
+    buf = make(20, schema={"k": "int64"})
+    buf.extend(k(*range(20)))
+    reader = buf.epoch(shuffle=False)
+    claim, calls = reader._claim, []
+
+    def slow(n, ids, drop_last):  # rows are overwritten between the claim and the copy
+        got = claim(n, ids, drop_last)
+        if not calls:
+            buf.extend(k(20, 21, 22))
+        calls.append(n)
+        return got
+
+    reader._claim = slow
+    assert take(reader, 6) == [[3, 4, 5, 6, 7, 8]] and calls == [6, 3]
+    assert take(reader, 20) == [list(range(9, 20))], "the new ones are of the next epoch"
+
+
+def test_the_last_batch_shrinks_when_its_rows_vanish_and_an_empty_one_is_none(ten):
+    reader = ten.epoch(shuffle=False)
+    take(reader, 8)
+    ten.extend(k(*range(10, 19)))  # of the epoch only 9 is left
+    assert take(reader, 5) == [[9]]
+    dropping = ten.epoch(shuffle=False, drop_last=True)
+    assert take(dropping, 4) == [[9, 10, 11, 12]]
+    ten.extend(k(*range(19, 24)))  # 9 to 13 are gone: 5 of the epoch are left
+    assert take(dropping, 4) == [[14, 15, 16, 17]]
+    ten.extend(k(*range(24, 28)))
+    assert take(dropping, 4) == [[18, 19, 20, 21]]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_batch_larger_than_the_buffer(ten, shared):
+    dropping = ten.epoch(shared=shared, drop_last=True)
+    with pytest.raises(ValueError, match=r"batch size \(11\) is greater than the number of stored rows \(10, capacity 10"):
+        dropping.draw(11)
+    with pytest.raises(ValueError, match="11"):
+        dropping.draw(11, timeout=None)  # it would wait for ever
+    assert len(take(dropping, 10)[0]) == 10
+    if not shared:
+        assert len(take(ten.epoch(), 1000)[0]) == 10
+
+
+def test_with_drop_last_a_timeout_waits_for_a_batch(make):
+    buf = make(10, schema={"k": "int64"})
+    buf.extend(k(0, 1, 2))
+    reader = buf.epoch(drop_last=True)
+    with pytest.raises(ValueError, match=r"stored rows \(3\)"):
+        reader.draw(5)
+    with pytest.raises(NotEnoughRows, match=r"holds 3 rows, 5 are needed"):
+        reader.draw(5, timeout=0.05)
+    t = threading.Timer(0.1, lambda: buf.extend(k(3, 4)))
+    t.start()
+    assert sorted(take(reader, 5, timeout=30)[0]) == [0, 1, 2, 3, 4]
+    t.join()
+
+
+def test_an_empty_buffer_and_an_emptied_one(make):
+    buf = make(10, schema={"k": "int64"})
+    reader, consuming = buf.epoch(), buf.consume()
+    for draw in (reader.draw, consuming.draw, buf.newest):
+        with pytest.raises(NotEnoughRows, match="Cannot sample from an empty storage"):
+            draw(3)
+        with pytest.raises(ValueError, match="n=-1"):
+            draw(-1)
+    buf.extend(k(*range(8)))
+    take(reader, 3), take(consuming, 3)
+    buf.empty()
+    for draw in (reader.draw, consuming.draw, buf.newest):
+        with pytest.raises(NotEnoughRows):
+            draw(3)
+    buf.extend(k(100, 101, 102))
+    for draw in (reader.draw, consuming.draw, buf.newest):
+        assert sorted(draw(3)[0]["k"].tolist()) == [100, 101, 102], "nothing of before"
+
+
+def test_before_the_first_rows_there_is_no_schema(make):
+    buf = make(10, schema=None)
+    with pytest.raises(NotEnoughRows):
+        buf.epoch(shared=True).draw(2)
+    assert buf.epoch(shared=True).draw(0, timeout=0)[1].tolist() == [] if buf.schema else True
+    threading.Timer(0.1, lambda: buf.extend(k(5))).start()
+    assert take(buf.epoch(shared=True), 4, timeout=30) == [[0]]
+
+
+def test_two_readers_share_an_epoch_and_two_do_not(ten):
+    other = Buffer.attach(ten.name)
+    a, b = ten.epoch(shared=True), other.epoch(shared=True)
+    batches = take(a, 3) + take(b, 3) + take(a, 3) + take(b, 3)
+    assert sorted(flat(batches)) == list(range(10)) and b.ran_out and not a.ran_out
+    c, d = ten.epoch(), other.epoch()
+    assert sorted(flat(take(c, 5, 2))) == sorted(flat(take(d, 5, 2))) == list(range(10))
+    other.close()
+
+
+def test_who_shares_has_to_have_the_same_options(ten):
+    ten.epoch(shared=True, seed=3)
+    with pytest.raises(ValueError, match=r"chose drop_last=False, asked for drop_last=True"):
+        ten.epoch(shared=True, seed=3, drop_last=True)
+    with pytest.raises(ValueError, match=r"chose shuffle=True, drop_last=False, asked for shuffle=False, drop_last=True"):
+        ten.epoch(shared=True, seed=3, shuffle=False, drop_last=True)
+    with pytest.raises(ValueError, match="chose another seed than 4"):
+        ten.epoch(shared=True, seed=4)
+    ten.consume(3)
+    with pytest.raises(ValueError, match="chose max_sample_count=3, asked for max_sample_count=1"):
+        ten.consume()
+    with pytest.raises(ValueError, match="chose seed=None, asked for seed=1"):
+        ten.consume(3, seed=1)
+    ten.epoch(shared=True, seed=3), ten.consume(3)  # as before
+
+
+def test_a_read_only_handle(ten):
+    reader = Buffer.attach(ten.name, readonly=True)
+    ten.consume()
+    for shared in (reader.epoch(shared=True), reader.consume()):
+        with pytest.raises(PermissionError, match="read-only handle cannot take rows"):
+            shared.draw(3)
+    own = reader.epoch()
+    assert sorted(flat(take(own, 5, 2))) == list(range(10)) and reader.newest(2)[1].tolist() == [9, 8]
+    reader.close()
+
+
+def test_threads_of_one_reader_get_each_row_once(make):
+    buf = make(4000, schema={"k": "int64"})
+    buf.extend(k(*range(4000)))
+    reader, got = buf.epoch(), []
+
+    def work():
+        for _ in range(50):
+            got.extend(take(reader, 10))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert sorted(flat(got)) == list(range(4000))
+
+
+def test_same_seed_same_order(ten):
+    twice = []
+    for _ in range(2):
+        ten.seed(5)
+        twice.append(take(ten.epoch(), 4, 6))
+    assert twice[0] == twice[1] and twice[0][:3] != twice[0][3:]
+    assert take(ten.epoch(seed=8), 4, 6) == take(ten.epoch(seed=8), 4, 6) != take(ten.epoch(seed=9), 4, 6)
+    assert take(ten.epoch(), 10) != take(ten.epoch(), 10)
+
+
+def test_while_one_transaction_overwrites_everything_it_is_not_an_empty_buffer(ten):
+    with stuck_drainer(ten.name):
+        assert sorted(flat(take(ten.epoch(), 5, 2))) == list(range(10))
+
+
+# ---- consuming -----------------------------------------------------------------------------------------------------
+
+
+def test_each_row_is_consumed_once(ten):
+    reader = ten.consume()
+    assert sorted(flat(take(reader, 4, 2)) + flat(take(reader, 4))) == list(range(10)), "the last batch is shorter"
+    assert reader.ran_out
+    with pytest.raises(NotEnoughRows, match=r"no new rows: all 10 of buffer .* have been taken; timeout= waits"):
+        reader.draw(1)
+    ten.extend(k(10, 11))
+    assert sorted(take(reader, 4)[0]) == [10, 11]
+    with pytest.raises(NotEnoughRows, match=r"none came within 0\.05 s"):
+        reader.draw(1, timeout=0.05)
+
+
+@pytest.mark.parametrize("times", [2, 5])
+def test_each_row_is_consumed_so_often(ten, times):
+    reader = ten.consume(times)
+    got = flat(take(reader, 3, 2))
+    ten.extend(k(10, 11, 12, 13))  # the first four rows are overwritten; what was drawn of them is less
+    while True:
+        try:
+            got += flat(take(reader, 7))
+        except NotEnoughRows:
+            break
+    counts = np.bincount(got, minlength=14)
+    assert (counts[4:] == times).all() and (counts[:4] <= times).all()
+
+
+def test_a_batch_is_filled_across_windows_and_waits_for_the_rest(ten):
+    reader = ten.consume(shuffle=False)
+    assert take(reader, 6) == [[0, 1, 2, 3, 4, 5]]
+    ten.extend(k(10, 11, 12))
+    assert take(reader, 6) == [[6, 7, 8, 9, 10, 11]]
+    t = threading.Timer(0.15, lambda: ten.extend(k(13, 14)))
+    t.start()
+    assert take(reader, 3, timeout=30) == [[12, 13, 14]]
+    t.join()
+    since = time.monotonic()
+    ten.extend(k(15))
+    assert take(reader, 3, timeout=0.1) == [[15]], "what was claimed is given, and not lost to the timeout"
+    assert time.monotonic() - since >= 0.1
+
+
+def test_a_waiting_reader_hears_that_the_buffer_is_destroyed(make_name):
+    buf = Buffer.create(make_name(), 10, schema={"k": "int64"})
+    reader, heard = buf.consume(), []
+
+    def wait():
+        try:
+            reader.draw(1, timeout=30)
+        except StorageLost as e:
+            heard.append(str(e))
+
+    buf.extend(k(1))
+    take(reader, 1)
+    t = threading.Thread(target=wait)
+    t.start()
+    time.sleep(0.1)
+    shmbuf.destroy(buf.name, force=True)
+    t.join(10)
+    buf.close()
+    assert heard and "destroyed" in heard[0]
+
+
+@pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (65_537, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_bad_counts(ten, bad, error):
+    with pytest.raises(error, match=f"max_sample_count={bad}"):
+        ten.consume(bad)
+    with pytest.raises(error, match=f"max_sample_count={bad}"):
+        ConsumingSampler(bad)
+    with pytest.raises(TypeError, match="seed='x'"):
+        ten.epoch(seed="x")
+
+
+# ---- newest --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_first(ten):
+    assert ten.newest(3)[0]["k"].tolist() == [9, 8, 7]
+    ten.extend(k(10))
+    got, ids = ten.newest(10)
+    assert ids.tolist() == got["k"].tolist() == list(range(10, 0, -1))
+    with pytest.raises(ValueError, match="n=11"):
+        ten.newest(11)
+    assert ten.newest(0)[1].tolist() == []
+
+
+def test_the_newest_of_too_few(make):
+    buf = make(10, schema={"k": "int64"})
+    buf.extend(k(0, 1))
+    with pytest.raises(NotEnoughRows, match="holds 2 rows, 3 are needed"):
+        buf.newest(3)
+
+
+# ---- the limiter counts what was drawn -----------------------------------------------------------------------------
+
+
+def test_a_short_batch_gives_the_rest_back(ten):
+    ten.set_limiter(RateLimiter(4.0, error_buffer=1000))
+    take(ten.epoch(), 64)
+    assert ten.limiter_state()["sampled"] == 10
+    reader = ten.consume()
+    take(reader, 64)
+    with pytest.raises(NotEnoughRows):
+        reader.draw(5)
+    assert ten.limiter_state()["sampled"] == 20
+
+
+# ---- TensorDicts ---------------------------------------------------------------------------------------------------
+
+
+def test_the_sampler_as_torchrls(make_rb):
+    rb = make_rb(10, batch_size=4)
+    rb.set_sampler(SamplerWithoutReplacement())
+    rb.extend(td_rows(0, 10))
+    batches = [*rb]
+    assert [len(b) for b in batches] == [4, 4, 2] and rb.sampler.ran_out
+    assert sorted(torch.cat([b["k"] for b in batches]).tolist()) == list(range(10))
+    assert all((b["row_id"] == b["k"]).all() and (b["index"] == b["k"] % 10).all() for b in batches)
+    assert all((b["obs"][:, 0] == 8 * b["k"]).all() for b in batches)
+    assert [len(b) for b in rb] == [4, 4, 2], "and the next epoch"
+    batch, info = rb.sample(return_info=True)
+    assert info["index"].tolist() == batch["index"].tolist() and len(batch) == 4
+    rb.set_sampler(SamplerWithoutReplacement(drop_last=True, shuffle=False))
+    assert [b["k"].tolist() for b in rb] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match=r"batch size \(11\)"):
+        rb.sample(11)
+
+
+def test_iterating_over_what_can_be_consumed_ends(make_rb):
+    rb = make_rb(10, batch_size=5)
+    rb.set_sampler(ConsumingSampler())
+    rb.extend(td_rows(0, 10))
+    assert sorted(torch.cat([b["k"] for b in rb]).tolist()) == list(range(10))
+    with pytest.raises(NotEnoughRows):
+        next(iter(rb))
+    rb.extend(td_rows(10, 7))
+    assert [len(b) for b in rb] == [5, 2]
+
+
+def test_out_is_filled_and_a_short_batch_fills_its_first_rows(make_rb):
+    rb = make_rb(10)
+    rb.extend(td_rows(0, 10))
+    rb.set_sampler(SamplerWithoutReplacement(shuffle=False))
+    out = rb.sample(6)
+    assert rb.sample(6, out=out)["k"].tolist() == [6, 7, 8, 9] and out["k"].tolist() == [6, 7, 8, 9, 4, 5]
+    assert rb.sample(out=out) is out and out["k"].tolist() == [0, 1, 2, 3, 4, 5]
+    rb.set_sampler(ConsumingSampler(shuffle=False))
+    with pytest.raises(SchemaError):
+        rb.sample(6, out=TensorDict({"k": torch.zeros(6, dtype=torch.int64)}, [6]))
+    assert rb.sample(6)["k"].tolist() == [0, 1, 2, 3, 4, 5], "nothing was taken for an out that does not fit"
+    rb.set_sampler(NewestSampler())
+    assert rb.sample(out=out) is out and out["k"].tolist() == [9, 8, 7, 6, 5, 4]
+    bare = out.exclude("index", "row_id")
+    assert rb.sample(out=bare)["row_id"].tolist() == [9, 8, 7, 6, 5, 4]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SamplerWithoutReplacement(True, False, shared=True, seed=3),
+        SamplerWithoutReplacement(),
+        ConsumingSampler(3, seed=1),
+        ConsumingSampler(max_times_sampled=2, shuffle=False),
+        NewestSampler(),
+    ],
+    ids=repr,
+)
+def test_who_attaches_draws_the_same_way(make_name, sampler):
+    storage = shmbuf.ShmStorage(10, name=make_name(), drain="caller")
+    with shmbuf.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=2) as rb:
+        rb.extend(td_rows(0, 10))
+        with shmbuf.attach(rb.name) as other:
+            assert repr(other.sampler) == repr(sampler) and len(other.sample()) == 2
+            assert repr(pickle.loads(pickle.dumps(sampler))) == repr(sampler)
+            assert msgpack.unpackb(msgpack.packb(sampler.arguments())) == sampler.arguments()
+        rb.destroy()
+
+
+def test_attaching_read_only_to_a_shared_epoch_leaves_looking(make_name):
+    storage = shmbuf.ShmStorage(10, name=make_name(), drain="caller")
+    with shmbuf.ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(shared=True), batch_size=2) as rb:
+        rb.extend(td_rows(0, 10))
+        with shmbuf.attach(rb.name, readonly=True) as other:
+            with pytest.raises(PermissionError, match=r"SamplerWithoutReplacement\(shared=False\)"):
+                other.sample()
+            assert other[3]["k"] == 3
+            other.set_sampler(SamplerWithoutReplacement())
+            assert len(other.sample()) == 2
+        rb.destroy()
+
+
+def test_both_words_for_the_count():
+    assert ConsumingSampler(max_times_sampled=4).max_sample_count == ConsumingSampler(4).max_times_sampled == 4
+    with pytest.raises(TypeError, match="not both"):
+        ConsumingSampler(3, max_times_sampled=2)
+
+
+def test_rows_overwritten_all_the_time_are_lapped(ten):
+    reader = ten.epoch()
+    claim = reader._claim
+
+    def overwritten(n, ids, drop_last):
+        got = claim(n, ids, drop_last)
+        ten.extend(k(*range(10)))
+        return got
+
+    reader._claim = overwritten
+    with pytest.raises(Lapped, match="overwritten faster than they are copied"):
+        reader.draw(4)
+
+
+def test_rows_are_whole(make):
+    buf = make(100)
+    buf.extend(rows(0, 100))
+    got, ids = buf.epoch().draw(64)
+    assert (got["obs"][:, 0] == 8 * ids).all() and (got["next"]["obs"] == got["obs"] + 4).all()
