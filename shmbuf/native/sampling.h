@@ -116,10 +116,9 @@ template <class Host> class Sampling {
       if (may()) continue;
       if (Status s = h_.abandoned(deadline, check); s != Status::ok) return s == Status::timeout ? Status::limited : s;
       u32 &word = h_.ready() ? s_.control().data_wait : s_.control().ready_wait;
-      store(word, 1u, relaxed);
-      fence(seq_cst);  // L3, pairs with publish() in transaction.h
+      const u32 armed = arm(word);  // L3, pairs with publish() in transaction.h
       if (h_.ready()) h_.help_until(may);
-      if (!may()) futex_wait(word, 1, deadline);
+      if (!may()) futex_wait(word, armed, deadline);
     }
   }
   void refund_samples(u64 n) { Limiter(s_.control().limiter).refund(n), wake_all(); }
