@@ -35,6 +35,13 @@ _HOME = {
     "Ticket": "ticket",
     "ShmStorage": "storage",
     **dict.fromkeys(("RandomSampler", "PrioritizedSampler"), "samplers"),
+    **dict.fromkeys(
+        ("SamplerWithoutReplacement", "ConsumingSampler", "NewestSampler", "StalenessAwareSampler"),
+        "samplers",
+    ),
+    **dict.fromkeys(
+        ("ParameterScheduler", "LambdaScheduler", "LinearScheduler", "StepScheduler", "SchedulerList"), "schedulers"
+    ),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
@@ -48,6 +55,9 @@ if TYPE_CHECKING:
     from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
     from shmbuf.limiter import MinSize, Queue, RateLimiter
     from shmbuf.samplers import PrioritizedSampler, RandomSampler
+    from shmbuf.samplers import ConsumingSampler, NewestSampler, SamplerWithoutReplacement
+    from shmbuf.samplers import StalenessAwareSampler
+    from shmbuf.schedulers import LambdaScheduler, LinearScheduler, ParameterScheduler, SchedulerList, StepScheduler
     from shmbuf.schema import Schema
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage

@@ -18,18 +18,20 @@ import numpy as np
 
 from shmbuf import failures
 from shmbuf._extension import native
+from shmbuf.epochs import Epochs
 from shmbuf.errors import RingFull
-from shmbuf.priorities import Priorities, as_priorities, bad_priority
+from shmbuf.priorities import as_priorities, bad_priority
 from shmbuf.reading import address_of
 from shmbuf.rows import as_arrays, conform, count
 from shmbuf.schema import Schema, show_key
 from shmbuf.ticket import Nothing, Ticket, left_of, same_ids, seconds_of
+from shmbuf.trajectories import Trajectories
 
 _STATUS = native.STATUSES
 _OK = 0
 
 
-class Buffer(Priorities):
+class Buffer(Trajectories, Epochs):
     """One attachment of this process to one named buffer. Made by :meth:`create` and :meth:`attach`.
 
     Rows are mappings of key to array, nested like the schema: ``{"obs": a, "next": {"obs": b}}``; ``("next", "obs")`` as a

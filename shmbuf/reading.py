@@ -35,6 +35,8 @@ def as_ids(ids: Any) -> np.ndarray:
 class Reading(Attachment):
     """What any attachment can do with the rows, a read-only one too."""
 
+    _numbers: tuple[Any, int | np.random.Generator | None] = (None, None)  # of which handle; a seed until it is needed
+
     # ---- how much there is --------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -120,6 +122,16 @@ class Reading(Attachment):
     def seed(self, value: int) -> None:
         """Make this handle's draws repeatable: the same seed draws the same of the same stored rows."""
         self._call("seed", value % 2**64)
+        self._numbers = (self._handle, int(value) % 2**64)
+
+    def generator(self) -> np.random.Generator:
+        """For draws that Python makes: as repeatable as `seed` made this handle, and another one in a fork child."""
+        self._get("ready")  # a fork child attaches anew here
+        handle, numbers = self._numbers
+        if not isinstance(numbers, np.random.Generator) or handle is not self._handle:
+            numbers = np.random.default_rng(numbers if handle is self._handle else None)  # type: ignore[arg-type]
+            self._numbers = (self._handle, numbers)
+        return numbers
 
     def set_limiter(self, limiter: Words | None, *, batch: int = 1) -> None:
         """Let all processes sample and insert at this ratio from now on; None: at any.
@@ -166,8 +178,13 @@ class Reading(Attachment):
         try:
             yield
         except BaseException:
-            self._call("refund_samples", n)
+            self.refund_samples(n)
             raise
+
+    def refund_samples(self, n: int) -> None:
+        """Give back n rows that were acquired and not drawn."""
+        if n > 0 and not self._readonly:  # a read-only handle was given none, and cannot wake anybody
+            self._call("refund_samples", n)
 
     def _wait_schema(self, timeout: float | None) -> None:
         if self.schema is None:

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf.buffer import Buffer
-from shmbuf.errors import BufferFormatError, RingFull, SchemaError
+from shmbuf.errors import BufferFormatError, NotEnoughRows, RingFull, SchemaError
 from shmbuf.limiter import Words, scaled
 from shmbuf.samplers import SAMPLERS, RandomSampler, Sampler
 from shmbuf.schema import Key, as_key, show_key
@@ -67,6 +67,7 @@ class ReplayBuffer:
         self._storage = storage if storage is not None else ShmStorage(1000)
         self._sampler = _checked_sampler(sampler) if sampler is not None else RandomSampler()
         self._sampler.check_capacity(self._storage.max_size)
+        self._storage.suggest(self._sampler.trajectory_settings())
         self._batch_size = _positive(batch_size)
         self._priority_key: Key | None = getattr(self, "_priority_key", None)
         self._pin = pin_memory and torch.cuda.is_available()
@@ -271,8 +272,11 @@ class ReplayBuffer:
         try:
             td = sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
         except BaseException:
-            buffer._call("refund_samples", n)
+            buffer.refund_samples(n)
             raise
+        got = td.batch_size.numel()
+        if got < n:  # what was left of an epoch
+            buffer.refund_samples(n - got)
         if return_info or include_info:
             return td, {k: td[k] for k in sampler.info_keys if k in td.keys(True)}
         return td
@@ -281,6 +285,18 @@ class ReplayBuffer:
         """Draw by another sampler from now on, through this handle."""
         self._sampler = _checked_sampler(sampler)
         self._sampler.prepare(self._storage)
+
+    @property
+    def limiter(self) -> Words | None:
+        """What limits sampling and inserting, for all processes; None: nothing. Another one by `set_limiter`."""
+        return self.buffer.limiter
+
+    def set_limiter(self, limiter: Words | None) -> None:
+        """Let all processes sample and insert at this ratio from now on; None: at any. Who waits looks again at once.
+
+        Raises ValueError where it would deadlock with this handle's batches. PermissionError: a read-only handle.
+        """
+        self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Let the generator's numbers decide what this handle draws: the same state draws the same of the same stored rows."""
@@ -347,10 +363,20 @@ class ReplayBuffer:
         self.buffer.wait_rows(n, timeout)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches for ever, or to the end of the epoch where the sampler knows one (``ran_out``)."""
         if self._batch_size is None:
             raise RuntimeError("batch_size not specified: iterating needs the constructor's batch_size")
-        while True:
-            yield self.sample()
+        sampler, first = self._sampler, True
+        sampler.ran_out = False
+        while not sampler.ran_out:
+            try:
+                batch = self.sample()
+            except NotEnoughRows:
+                if first or not sampler.ran_out:
+                    raise
+                return
+            first = False
+            yield batch
 
     def __getitem__(self, index: Any) -> Any:
         """Physical indexing, copies: int, slice, list, tensor, mask, or a key (its whole column)."""

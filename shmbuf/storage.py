@@ -149,7 +149,8 @@ class ShmStorage:
             the first `extend` or `put` of any process decides.
         device: ``"cpu"``.
         ndim: 1.
-        max_collectors, ring_bytes, full, timeout, mode, group, drain, exists: see `Buffer.create`.
+        max_collectors, ring_bytes, full, timeout, mode, group, drain, exists, trajectories, traj_key, end_keys: see
+            `Buffer.create`. What is left out of the last three, the sampler says.
 
     The segment is made when a replay buffer takes the storage, or at the first use of :attr:`buffer`.
     """
@@ -173,6 +174,9 @@ class ShmStorage:
         group: str | int | None = None,
         drain: str = "thread",
         exists: str = "error",
+        trajectories: bool | None = None,
+        traj_key: Any = None,
+        end_keys: Any = None,
     ):
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
@@ -192,6 +196,9 @@ class ShmStorage:
             group=group,
             drain=drain,
             exists=exists,
+            trajectories=trajectories,
+            traj_key=traj_key,
+            end_keys=end_keys,
         )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
@@ -203,6 +210,11 @@ class ShmStorage:
         self = cls(buffer.capacity, name=buffer.name)
         self._buffer = buffer
         return self
+
+    def suggest(self, settings: Mapping[str, Any]) -> None:
+        """What the segment is made with where the constructor was not told."""
+        if self._make["trajectories"] is not False:
+            self._make.update({k: v for k, v in settings.items() if self._make[k] is None})
 
     def open(self, face: Mapping[str, Any]) -> Buffer:
         """Make the segment, if it is not made yet; ``face`` tells other processes how to rebuild the replay buffer."""

@@ -33,7 +33,8 @@ class Slices {
   u64 draw_end(Rng &rng) const {
     if (lo_ >= hi_) return kNoRow;
     for (u64 tries = 0; tries < kTries; ++tries) {
-      u64 rank = rng.below(links_.ends().count()), slot;
+      u64 total = links_.ends().count(), rank = rng.below(total), slot;
+      if (!total) break;
       links_.ends().select(&rank, 1, &slot);
       if (slot == kNoRow) continue;
       if (u64 id = links_.end_at(slot, lo_, hi_); id != kNoRow) return id;

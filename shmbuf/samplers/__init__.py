@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 from shmbuf.samplers.base import RandomSampler, Sampler
+from shmbuf.samplers.epochs import ConsumingSampler, NewestSampler, SamplerWithoutReplacement
 from shmbuf.samplers.prioritized import PrioritizedSampler
+from shmbuf.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from shmbuf.samplers.staleness import StalenessAwareSampler
 
 # By the name that a segment keeps: attaching imports no class of the user's.
-SAMPLERS: dict[str, type[Sampler]] = {c.name: c for c in (RandomSampler, PrioritizedSampler)}
+SAMPLERS: dict[str, type[Sampler]] = {
+    c.name: c
+    for c in (
+        RandomSampler,
+        PrioritizedSampler,
+        SamplerWithoutReplacement,
+        ConsumingSampler,
+        NewestSampler,
+        StalenessAwareSampler,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+        PrioritizedSliceSampler,
+    )
+}
 
-__all__ = ["SAMPLERS", "PrioritizedSampler", "RandomSampler", "Sampler"]
+__all__ = [
+    "SAMPLERS",
+    "ConsumingSampler",
+    "NewestSampler",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
+    "RandomSampler",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "StalenessAwareSampler",
+]

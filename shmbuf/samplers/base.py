@@ -24,10 +24,12 @@ class Sampler:
     Attributes:
         name: of the kind, in the segment.
         info_keys: what ``sample(return_info=True)`` gives beside the batch.
+        ran_out: the last batch was the last one of its kind; iterating over the replay buffer stops there.
     """
 
     name: ClassVar[str]
     info_keys: ClassVar[tuple[Any, ...]] = ("index", "row_id")
+    ran_out: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """What another process needs to rebuild it: numbers, strings, lists."""
@@ -35,6 +37,10 @@ class Sampler:
 
     def check_capacity(self, max_size: int) -> None:
         """Before there is a buffer. Raises ValueError."""
+
+    def trajectory_settings(self) -> dict[str, Any]:
+        """What a buffer that is made for it is told about trajectories, as far as its maker does not say: see `Buffer.create`."""
+        return {}
 
     def prepare(self, storage: ShmStorage) -> None:
         """Called once for every handle that will draw this way, before its first draw. Raises what makes it impossible."""

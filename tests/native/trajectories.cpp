@@ -166,8 +166,7 @@ struct World {
         m.pred = p.id, m.step = p.step + 1, m.head_missing = p.head_missing, m.trajectory = p.trajectory;
         p.succ = id;
       } else {
-        // Of a stream that slept until its last row was overwritten the entry may have gone to another.
-        m.head_missing = tight || goes_on ? flag : false;
+        m.head_missing = tight ? flag : goes_on;
         m.trajectory = ++trajectories;
       }
       rows[id % capacity] = m;
@@ -365,6 +364,41 @@ static void draws(u64 seed) {
     for (auto by : {SliceBy::start, SliceBy::trajectory})
       for (u64 length : {9, 12, 14}) w.check_slices(s, all, {length, true, by, length == 9 ? 2u : 0u, length == 12 ? 3u : 0u}, 20000, true, true);
     w.check_ends(s, all, 20000);
+  }
+  {  // in the middle of a transaction: the bits are there, the counts not yet
+    World w(seed, 100, false);
+    for (u64 id = 0; id < 60; ++id) {
+      Links l = w.links();  // each forgets what it would have to settle
+      l.append(w.table.data(), w.entries, Links::Span{id, 0}, id, w.key(0, id % 3), id % 7 == 0);
+      w.learn(l, {0, id % 3, id % 7 == 0}, id, 0);
+    }
+    Links l = w.links();
+    Slices s(l, 0, 60);
+    Lists all = w.lists(0, 60);
+    CHECK(l.ends().count() == 0, "counts without settle");
+    w.check_ends(s, all, 10000);
+    w.check_slices(s, all, {2, false, SliceBy::trajectory, 1, 1}, 10000, false, true);
+  }
+  {  // one entry for several streams
+    Memory memory(Links::bytes(100));
+    Links l(memory.at(), 100);
+    Stream table[1] = {};
+    auto put_row = [&](u64 id, u64 key, bool ended, u64 cuts, u32 flags, u32 prev) {
+      u64 cut = l.append(table, 1, Links::Span{id, 0}, id, key, ended);
+      CHECK(cut == cuts && l.flags(id) == flags && load(l.of(id).prev, relaxed) == prev, "row %lu: cut %lu, flags %u", id, cut, l.flags(id));
+    };
+    put_row(0, 1, true, 0, Link::kEnd, 0);
+    put_row(1, 2, false, 0, 0, 0);                   // nobody is cut: the first one had ended
+    put_row(2, 2, false, 0, 0, 1);
+    put_row(3, 1, false, 1, 0, 0);
+    put_row(4, 2, false, 1, Link::kHeadMissing, 0);  // the one that was cut, or so it may be
+    put_row(5, 2, true, 0, Link::kHeadMissing | Link::kEnd, 1);
+    put_row(6, 2, false, 0, 0, 0);                   // whose entry stays is known not to be
+    u64 cut = l.append(table, 1, Links::Span{7, 0}, 7, 2, [](u64 j) { return 3 + j / 2; }, [](u64) { return false; });
+    CHECK(cut == 1 && l.flags(8) == Link::kHeadMissing && l.previous(8, 0) == 7, "a record of one stream: cut %lu", cut);
+    cut = l.append(table, 1, Links::Span{10, 0}, 10, 4, [](u64 j) { return 4 + j / 2; }, [](u64) { return false; });
+    CHECK(cut == 2 && l.flags(12) == Link::kHeadMissing && l.previous(11, 0) == 10 && l.previous(13, 0) == 12,
+          "no entry is left for the second stream of a transaction: cut %lu, flags %u", cut, l.flags(12));
   }
   for (u64 i = 0; i < 6; ++i) {
     World w(seed + i, 30 + 30 * i, false);

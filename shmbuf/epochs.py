@@ -1,0 +1,357 @@
+"""Rows without replacement: epochs, which readers share or have each for themselves; rows drawn once and never again; the newest."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from shmbuf._extension import native
+from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
+from shmbuf.failures import writer_text
+from shmbuf.priorities import Priorities
+from shmbuf.reading import Reading, address_of
+from shmbuf.schema import nest
+from shmbuf.ticket import left_of, seconds_of
+
+EPOCH, CONSUMED = 0, 1  # words of the segment
+MAX_TIMES = 1 << 16
+MAX_TRIES = 1000
+PATIENCE = 1.0  # seconds for one transaction, as for draws
+Fetch = Callable[[np.ndarray, np.ndarray], Any]  # copies the rows of int64[n] ids where uint8[n] done is 0, and sets it where it could
+
+
+def check_options(seed: int | None, times: int = 1) -> None:
+    if isinstance(times, bool) or not isinstance(times, (int, np.integer)):
+        raise TypeError(f"max_sample_count={times!r}: a whole number, 1 to {MAX_TIMES:,}")
+    if not 1 <= times <= MAX_TIMES:
+        raise ValueError(f"max_sample_count={times!r}: 1 to {MAX_TIMES:,}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
+        raise TypeError(f"seed={seed!r}: a whole number, or None")
+
+
+class EpochReader:
+    """One reader's way through the rows of a buffer; see `Epochs.epoch` and `Epochs.consume`.
+
+    Attributes:
+        ran_out: the last batch was the last of its epoch (of a shared epoch one reader sees it), or took the last row there was.
+    """
+
+    def __init__(
+        self, buffer: Reading, *, shared: bool, shuffle: bool, drop_last: bool, times: int | None, seed: int | None
+    ):
+        check_options(seed, 1 if times is None else times)
+        self.buffer, self.shared, self.shuffle, self.drop_last = buffer, bool(shared), bool(shuffle), bool(drop_last)
+        self.times, self.seed = None if times is None else int(times), None if seed is None else int(seed)
+        self.ran_out = False
+        self._which = EPOCH if times is None else CONSUMED
+        self._own = None if shared else native.PrivateEpoch()
+        self._order = 0  # the seed of the order now, or the next epoch's is to be chosen
+        self._fresh = True
+        self._lock = (0, threading.Lock())
+        if self.shared and not buffer._readonly:
+            self._join()
+
+    # ---- drawing ------------------------------------------------------------------------------------------------
+
+    def draw(self, n: int, *, timeout: float | None = 0.0) -> tuple[dict[str, Any], np.ndarray]:
+        """Up to n rows, as copies.
+
+        Returns:
+            rows: nested dict of arrays [k, *shape]; ids: int64[k]. k < n: what was left of the epoch, or all that was new.
+
+        Raises:
+            NotEnoughRows: nothing is stored, or nothing new within ``timeout`` seconds (None: for ever).
+            ValueError: with drop_last, a batch larger than the buffer. Lapped, StorageLost.
+            PermissionError: a read-only handle cannot take rows that others then do not get.
+        """
+        buffer = self.buffer
+        if n < 0:
+            raise ValueError(f"n={n}: a number of rows ≥ 0")
+        buffer._wait_schema(timeout)
+        out = buffer._outputs(n)
+        addresses = [address_of(a) for a in out]
+
+        def fetch(ids: np.ndarray, done: np.ndarray) -> None:
+            buffer._call("fetch", buffer._columns, addresses, n, address_of(ids), address_of(done))
+
+        with buffer.sampling(n, timeout):
+            ids, order = self.draw_into(n, fetch, timeout)
+        if order is not None:
+            buffer.refund_samples(n - len(order))
+            out, ids = [a[order] for a in out], ids[order]
+        return nest(buffer._schema.keys, out), ids  # type: ignore[union-attr]
+
+    def draw_into(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """For the floors above: int64[n] ids and the order in which fetched rows make the batch: None: as they are."""
+        if self.shared and self.buffer._readonly:
+            raise PermissionError(
+                "a read-only handle cannot take rows from what readers share: "
+                + ("SamplerWithoutReplacement(shared=False) has an epoch of its own" if self.times is None else "attach it writable")
+            )
+        if not self.buffer._standby:
+            self.buffer._become_reader()
+        if n == 0:
+            return np.empty(0, np.int64), None
+        return self._of_epoch(n, fetch, timeout) if self.times is None else self._of_new(n, fetch, timeout)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("draw(n) gives a batch; ran_out says whether it was the last of its epoch")
+
+    def _of_epoch(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """All of one claim; what is overwritten meanwhile is replaced by more of the same epoch, as far as it goes."""
+        since, batch = time.monotonic(), _Batch(n)
+        for _ in range(MAX_TRIES):
+            ended = batch.take(self._claim, fetch, self.drop_last)
+            if not batch.claimed:
+                self._wait_for_epoch(n, timeout, since)
+                continue
+            while batch.missing.size and not ended:
+                ended = batch.take(self._claim, fetch, False)
+            if batch.missing.size < (1 if self.drop_last else n):
+                self.ran_out = self._at_end(n, ended)
+                return batch.ids, batch.order(sort=not self.shuffle)
+            batch = _Batch(n)  # the rest of that epoch was less than a batch
+        raise self._lapped()
+
+    def _of_new(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """What nobody had yet (or not often enough), over as many windows as it takes; fewer if there is no more in time."""
+        since, batch, nap, helped = time.monotonic(), _Batch(n), 1e-4, False
+        self.ran_out = False
+        for _ in iter(int, 1):
+            batch.take(self._claim, fetch, False)
+            if not batch.missing.size:
+                break
+            if batch.claimed:
+                nap, helped = 1e-4, False
+                continue
+            if self.buffer._get("destroyed"):
+                raise StorageLost(f"buffer {self.buffer.name!r} was destroyed while a reader waited for new rows")
+            if not helped and self.buffer._get("ready"):
+                self.buffer._call("help")
+                helped = True
+                continue
+            left = left_of(timeout, since)
+            if left == 0:
+                self.ran_out = True
+                break
+            # The core wakes nobody for rows that are new to an epoch. A claimed row must not be lost to an error: so no wait_rows.
+            time.sleep(nap if left is None else min(nap, left))
+            nap, helped = min(2 * nap, 5e-3), False
+        if batch.missing.size == n:
+            raise NotEnoughRows(self._nothing_new(timeout))
+        return batch.ids, batch.order(sort=not self.shuffle)
+
+    # ---- claims -------------------------------------------------------------------------------------------------
+
+    def _claim(self, n: int, ids: np.ndarray, drop_last: bool) -> tuple[int, bool]:
+        """Up to n ids of one epoch into int64 ids, which belong to nobody else then: (how many, whether they end it)."""
+        options = (self.shuffle, drop_last, self.times is not None, self.times or 1, address_of(ids))
+        if self.shared:
+            seed = self.buffer._header["instance_id"] if self.seed is None else self.seed
+            return self.buffer._call("claim", None, self._which, n, seed % 2**64, *options)
+        with self._alone():
+            if self._fresh and self.seed is None:
+                self._order = int(self.buffer.generator().integers(1 << 63))
+            seed = (self._order if self.seed is None else self.seed) % 2**64
+            got, ended = self.buffer._call("claim", self._own, self._which, n, seed, *options)
+            self._fresh = ended
+        return got, ended
+
+    def _alone(self) -> threading.Lock:
+        """Threads of this process in turn; in a fork child a lock of its own: the parent's may have been held."""
+        pid = os.getpid()
+        if self._lock[0] != pid:
+            self._lock = (pid, threading.Lock())
+        return self._lock[1]
+
+    def _at_end(self, n: int, ended: bool) -> bool:
+        if self._own is None:
+            return ended
+        high = self._own.state[1]
+        return (high >> 32) - (high & 0xFFFFFFFF) < (n if self.drop_last else 1)
+
+    # ---- what others chose --------------------------------------------------------------------------------------
+
+    def _word(self, shuffle: bool, drop_last: bool, times: int, seed: int | None) -> int:
+        of_seed = 0 if seed is None else zlib.crc32(str(seed).encode()) | 1
+        return 1 | shuffle << 1 | drop_last << 2 | (times - 1) << 8 | of_seed << 32
+
+    def _join(self) -> None:
+        mine = (self.shuffle, self.drop_last, self.times or 1, self.seed)
+        if not self._agrees(mine):
+            raise ValueError(
+                f"buffer {self.buffer.name!r}: those who share {'an epoch' if self.times is None else 'rows that are consumed'} "
+                f"all use the same options. {self._difference(mine)}"
+            )
+
+    def _agrees(self, options: tuple[bool, bool, int, int | None]) -> bool:
+        return self.buffer._call("share_epoch", self._which, self._word(*options))
+
+    def _difference(self, mine: tuple[bool, bool, int, int | None]) -> str:
+        """The word is set by now: asking for other options than its own changes nothing, so they can be found by trial."""
+        counts = [mine[2]] if self.times is None else [mine[2], *range(1, 257)]
+        for seed in {mine[3], None}:
+            for times in counts:
+                for bits in range(4):
+                    theirs = (bool(bits & 1), bool(bits & 2), times, seed)
+                    if self._agrees(theirs):
+                        names = ("shuffle", "drop_last", "max_sample_count", "seed")
+                        pairs = [(k, a, b) for k, a, b in zip(names, theirs, mine, strict=True) if a != b]
+                        return f"The first chose {_listed(pairs, 1)}, asked for {_listed(pairs, 2)}"
+        return f"The first chose another seed than {mine[3]!r} (and maybe more)"
+
+    # ---- waits and words ----------------------------------------------------------------------------------------
+
+    def _wait_for_epoch(self, n: int, timeout: float | None, since: float) -> None:
+        buffer, size = self.buffer, len(self.buffer)
+        if buffer._get("destroyed"):
+            raise StorageLost(f"buffer {buffer.name!r} was destroyed while rows were being drawn")
+        if self.drop_last and size < n and (n > buffer.capacity or (size and timeout == 0)):
+            raise ValueError(
+                f"The batch size ({n:,}) is greater than the number of stored rows ({size:,}"
+                f"{f', capacity {buffer.capacity:,}' if n > buffer.capacity else ''}): with drop_last there is no such batch"
+            )
+        if size < (n if self.drop_last else 1):
+            buffer.wait_rows(n if self.drop_last and size else 1, left_of(timeout, since))
+            return
+        # One transaction overwrites all there is: it ends.
+        if time.monotonic() - since > PATIENCE + (timeout or 0):
+            raise Lapped(f"no {n:,} rows can be read: {writer_text(buffer)}")
+        if not buffer._readonly:
+            buffer._call("help")
+        time.sleep(1e-3)
+
+    def _nothing_new(self, timeout: float | None) -> str:
+        size, times = len(self.buffer), self.times or 1
+        if not size:
+            how = f" after {timeout:g} s" if timeout else "; timeout= waits for rows"
+            return f"Cannot sample from an empty storage. Buffer {self.buffer.name!r} holds no rows{how}"
+        had = "" if times == 1 else f" {times} times"
+        return (
+            f"no new rows: all {size:,} of buffer {self.buffer.name!r} have been taken{had}"
+            f"{f'; none came within {timeout:g} s' if timeout else '; timeout= waits for new ones'}"
+        )
+
+    def _lapped(self) -> Lapped:
+        return Lapped(
+            f"rows are overwritten faster than they are copied; the capacity of {self.buffer.capacity:,} rows is too small "
+            "for this write rate"
+        )
+
+
+def _listed(pairs: list[tuple[str, Any, Any]], which: int) -> str:
+    return ", ".join(f"{p[0]}={p[which]!r}" for p in pairs)
+
+
+class _Batch:
+    """A batch that fills up: claimed ids go to the places that are still missing."""
+
+    def __init__(self, n: int):
+        self.ids, self.done = np.zeros(n, np.int64), np.ones(n, np.uint8)
+        self.missing = np.arange(n)
+        self.claimed = 0  # by the last take()
+        self._takes = 0
+
+    def take(self, claim: Callable[[int, np.ndarray, bool], tuple[int, bool]], fetch: Fetch, drop_last: bool) -> bool:
+        """Claim as many as are missing, copy them; returns whether that was the end of the epoch."""
+        more = np.empty(len(self.missing), np.int64)
+        self.claimed, ended = claim(len(more), more, drop_last)
+        if not self.claimed:
+            return ended
+        self._takes += 1
+        places, rest = self.missing[: self.claimed], self.missing[self.claimed :]
+        self.ids[places] = more[: self.claimed]
+        self.done[places] = 0  # all others: not to be fetched
+        fetch(self.ids, self.done)
+        gone = places[self.done[places] == 0]
+        self.done[gone] = 1
+        self.missing = np.sort(np.concatenate((gone, rest)))
+        return ended
+
+    def order(self, *, sort: bool) -> np.ndarray | None:
+        """Places of the rows that are there; sort: by id, if they were not claimed in one go."""
+        if not self.missing.size and not (sort and self._takes > 1):
+            return None
+        there = np.delete(np.arange(len(self.ids)), self.missing)
+        return there[np.argsort(self.ids[there], kind="stable")] if sort and self._takes > 1 else there
+
+
+class Epochs(Priorities):
+    """What `Buffer` does about drawing without replacement."""
+
+    def epoch(
+        self, *, shared: bool = False, drop_last: bool = False, shuffle: bool = True, seed: int | None = None
+    ) -> EpochReader:
+        """A reader that gets every row once per epoch, in another order each time. A new row enters the next epoch; one that is
+        overwritten before its turn is passed over.
+
+        Args:
+            shared: one epoch for all who say so, in all processes: each row goes to one of them. Else: this reader's own.
+            drop_last: what is left at the end and less than a batch is not drawn. Else the last batch is shorter.
+            shuffle: False: oldest first.
+            seed: of the order; None: this handle's (shared: the buffer's).
+
+        Raises:
+            ValueError: who shares the epoch has other options.
+        """
+        return EpochReader(self, shared=shared, shuffle=shuffle, drop_last=drop_last, times=None, seed=seed)
+
+    def consume(self, times: int = 1, *, shuffle: bool = True, seed: int | None = None) -> EpochReader:
+        """A reader of rows that are drawn at most ``times``, by all such readers of all processes together, whoever dies: what a
+        reader took when it was killed is lost. A batch has fewer rows than asked for if no more come within its timeout.
+
+        Args:
+            times: 1 to 65,536. shuffle: False: oldest first. seed: of the order.
+
+        Raises:
+            ValueError: others consume with other options.
+        """
+        return EpochReader(self, shared=True, shuffle=shuffle, drop_last=False, times=times, seed=seed)
+
+    def newest(self, n: int, *, timeout: float | None = 0.0) -> tuple[dict[str, Any], np.ndarray]:
+        """The n newest rows, newest first: nested dict of arrays [n, *shape], copies, and int64[n] ids.
+
+        Raises:
+            NotEnoughRows: not so many are stored within ``timeout`` seconds (None: for ever). ValueError: never are. Lapped.
+        """
+        if n < 0:
+            raise ValueError(f"n={n}: a number of rows ≥ 0")
+        self._wait_schema(timeout)
+        out = self._outputs(n)
+        addresses = [address_of(a) for a in out]
+
+        def fetch(ids: np.ndarray, done: np.ndarray) -> None:
+            self._call("fetch", self._columns, addresses, n, address_of(ids), address_of(done))
+
+        with self.sampling(n, timeout):
+            ids = self.newest_into(n, fetch, timeout)
+        return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
+
+    def newest_into(self, n: int, fetch: Fetch, timeout: float | None) -> np.ndarray:
+        """For the floors above: int64[n] ids, of which the rows have been fetched."""
+        if not self._standby:
+            self._become_reader()
+        seconds_of(timeout)
+        since, done = time.monotonic(), np.zeros(n, np.uint8)
+        if n:
+            self.wait_rows(n, timeout)
+        while True:
+            lo, hi = self.window
+            ids = np.arange(hi - 1, hi - 1 - n, -1, dtype=np.int64)
+            if hi - lo >= n:
+                done[:] = 0
+                fetch(ids, done)
+                if done.all():
+                    return ids
+            if time.monotonic() - since > PATIENCE + (timeout or 0):
+                raise Lapped(
+                    f"the {n:,} newest of {self.capacity:,} rows are overwritten faster than they are copied; {writer_text(self)}"
+                )
+            if not self._readonly:
+                self._call("help")

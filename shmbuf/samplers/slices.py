@@ -1,0 +1,572 @@
+"""Slices of trajectories, with TorchRL's arguments and results."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from shmbuf.errors import Lapped, NotEnoughRows
+from shmbuf.priorities import check_weighting
+from shmbuf.reading import address_of
+from shmbuf.samplers.base import Sampler, gather, wait_for_rows
+from shmbuf.samplers.prioritized import PrioritizedSampler
+from shmbuf.schema import Key, as_key, show_key
+from shmbuf.streams import END_KEYS
+from shmbuf.trajectories import BY, MAX_TRIES
+
+if TYPE_CHECKING:
+    from shmbuf.buffer import Buffer
+    from shmbuf.storage import ShmStorage
+
+_NUMBERS: tuple[Any, ...] = ("index", "row_id")
+_REJECTIONS = 16  # rounds of draws by priority that no slice may begin with, until all rows are looked at
+_AT_ONCE = 1 << 22  # ids of a look at all rows
+
+
+def _key(key: Any) -> Key | None:
+    return None if key is None else as_key(key)
+
+
+def _keys(end_key: Any, end_keys: Any) -> list[Key] | None:
+    if end_key is not None and end_keys is not None:
+        raise RuntimeError("`end_key` and `end_keys` are exclusive arguments")
+    if end_key is not None:
+        return [as_key(end_key)]
+    return None if end_keys is None else [as_key(k) for k in end_keys]
+
+
+class SliceSampler(Sampler):
+    """Slices of consecutive rows of one trajectory each, flat: batch size [num_slices * slice_len].
+
+    Args:
+        num_slices, slice_len: one of the two; the batch size says the other.
+        end_key, end_keys: columns whose true value ends a trajectory. traj_key: the column with its number. Given to a buffer's
+            constructor they become the buffer's; later they have to be (`ShmStorage(traj_key=, end_keys=)`). Default: the buffer's.
+        truncated_key: where the ends of slices are marked; None: nowhere.
+        init_key: its column, if stored, gets True where a slice begins; None: leave it.
+        strict_length: only of trajectories of at least slice_len rows; False: shorter ones are taken whole, the batch is smaller.
+        pad_output: fill those up with repetitions of their last row, which ("collector", "mask") tells; needs strict_length=False.
+        span: slices may be cut at the trajectory's beginning and end: True: down to one row; i: to slice_len - i rows; a pair.
+        by: "trajectory": one uniformly, then the start, as TorchRL draws; "start": uniformly of all starts.
+        cache_values, compile, use_gpu, step_key, fragmented: TorchRL's, without effect: rows know their neighbours.
+
+    ``sample`` adds, next to truncated_key, ("next", "truncated"): True at the last row of each slice, ("next", "done"): it or the
+    stored flag, and ("next", "terminated"), in the shape of those stored, else bool[B, 1].
+
+    Raises when sampling: RuntimeError: the batch size is not divisible. NotEnoughRows: no trajectory is that long. Lapped.
+    """
+
+    name: ClassVar[str] = "slice"
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Any = None,
+        traj_key: Any = None,
+        ends: Any = None,
+        trajectories: Any = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        pad_output: bool = False,
+        compile: Any = False,
+        span: Any = False,
+        use_gpu: Any = False,
+        step_key: Any = "step_count",
+        fragmented: bool = False,
+        by: str = "trajectory",
+    ):
+        if (num_slices is None) == (slice_len is None):
+            raise TypeError(
+                f"Either num_slices or slice_len must be not None, and not both. Got num_slices={num_slices} and slice_len={slice_len}."
+            )
+        for what, n in (("num_slices", num_slices), ("slice_len", slice_len)):
+            if n is not None and (isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1):
+                raise ValueError(f"{what}={n!r}: a number ≥ 1")
+        if ends is not None or trajectories is not None:
+            raise ValueError(
+                "ends and trajectories cannot be given: rows come and go in other processes, and know themselves where their "
+                "trajectory ends; name the columns with end_key= or traj_key="
+            )
+        if pad_output and strict_length:
+            raise ValueError("pad_output=True needs strict_length=False: with strict_length=True there is nothing to pad")
+        if by not in BY:
+            raise ValueError(f"by={by!r}: one of {', '.join(BY)}")
+        self.num_slices = None if num_slices is None else int(num_slices)
+        self.slice_len = None if slice_len is None else int(slice_len)
+        self.end_keys, self.traj_key = _keys(end_key, end_keys), _key(traj_key)
+        self.truncated_key, self.init_key = _key(truncated_key), _key(init_key)
+        self.strict_length, self.pad_output, self.by = bool(strict_length), bool(pad_output), by
+        sides = span if isinstance(span, (tuple, list)) else (span, span)
+        if len(sides) != 2 or not all(isinstance(s, (bool, int, np.integer)) and s >= 0 for s in sides):
+            raise ValueError(f"span={span!r}: a bool, a number of rows ≥ 0, or a pair of these (left, right)")
+        self.span: tuple[Any, Any] = tuple(s if isinstance(s, bool) else int(s) for s in sides)
+        self._seen: Any = None  # the marks that were checked
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "num_slices": self.num_slices,
+            "slice_len": self.slice_len,
+            "end_keys": None if self.end_keys is None else [list(k) for k in self.end_keys],
+            "traj_key": None if self.traj_key is None else list(self.traj_key),
+            "truncated_key": None if self.truncated_key is None else list(self.truncated_key),
+            "init_key": None if self.init_key is None else list(self.init_key),
+            "strict_length": self.strict_length,
+            "pad_output": self.pad_output,
+            "span": list(self.span),
+            "by": self.by,
+        }
+
+    @property
+    def info_keys(self) -> tuple[Any, ...]:  # type: ignore[override]
+        flags = () if self.truncated_key is None else self._flag_keys()
+        named = [k[0] if len(k) == 1 else k for k in (*flags, *(() if self.init_key is None else (self.init_key,)))]
+        return (*_NUMBERS, *named, *([("collector", "mask")] if self.pad_output else []))
+
+    def _flag_keys(self) -> tuple[Key, Key, Key]:
+        assert self.truncated_key is not None
+        path = self.truncated_key[:-1]
+        return self.truncated_key, (*path, "done"), (*path, "terminated")
+
+    # ---- the buffer's trajectories ------------------------------------------------------------------------------
+
+    def trajectory_settings(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"trajectories": True}
+        if self.traj_key is not None:
+            out["traj_key"] = self.traj_key
+        # Of all of a usual group those count that there are, as nothing given means.
+        if self.end_keys is not None and not any(set(self.end_keys) == set(g) for g in END_KEYS):
+            out["end_keys"] = self.end_keys
+        return out
+
+    def prepare(self, storage: ShmStorage) -> None:
+        if storage.buffer.schema is not None:
+            self._check_keys(storage.buffer)
+
+    def _check_keys(self, buffer: Buffer) -> None:
+        """Raises RuntimeError, ValueError if the buffer's rows are not linked by the keys asked for."""
+        if buffer.marks is self._seen:
+            return
+        buffer.require_trajectories()
+        marks = buffer.marks
+        has = marks.trajectory.key if marks.trajectory else None
+        hint = "the keys are fixed when a buffer is created: give them to ShmStorage or Buffer.create"
+        if self.traj_key is not None and self.traj_key != has:
+            raise ValueError(
+                f"traj_key={show_key(self.traj_key)}, but the rows of buffer {buffer.name!r} are linked by "
+                f"{show_key(has) if has else 'no trajectory key'}; {hint}(traj_key={show_key(self.traj_key)})"
+            )
+        ends = {c.key for c in marks.ends}
+        asked = self.end_keys
+        if asked is not None and any(set(asked) == set(g) for g in END_KEYS):
+            stored = set(buffer.schema.keys)  # type: ignore[union-attr]
+            asked = [k for k in asked if k in stored] or asked
+        if asked is not None and not set(asked) <= ends:
+            raise ValueError(
+                f"end_keys={', '.join(map(show_key, asked))}, but trajectories of buffer {buffer.name!r} end by "
+                f"{', '.join(map(show_key, sorted(ends))) or 'no key'}; {hint}(end_keys=[{', '.join(map(show_key, asked))}])"
+            )
+        self._seen = marks
+
+    # ---- drawing ------------------------------------------------------------------------------------------------
+
+    def _shape(self, batch_size: int) -> tuple[int, int]:
+        """How many slices, how long."""
+        by, what = (self.num_slices, "number of slices") if self.num_slices is not None else (self.slice_len, "slice length")
+        assert by is not None
+        if batch_size % by or not batch_size:
+            raise RuntimeError(
+                f"The batch-size must be divisible by the {what}, got batch_size={batch_size} and "
+                f"{'num_slices' if self.num_slices is not None else 'slice_len'}={by}."
+            )
+        return (by, batch_size // by) if self.num_slices is not None else (batch_size // by, by)
+
+    def _beyond(self, length: int) -> list[int]:
+        """How many rows beyond its trajectory a slice may reach, left and right."""
+        out = []
+        for side in self.span:
+            rows = length - 1 if side is True else int(side)
+            if rows >= length:
+                raise ValueError(f"span={self.span}: the left and right span must be lower than the slice length, {length}")
+            out.append(rows)
+        return out
+
+    def _ready(self, storage: ShmStorage, timeout: float | None) -> Buffer:
+        wait_for_rows(storage, timeout)
+        self._check_keys(storage.buffer)
+        return storage.buffer
+
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+    ) -> TensorDictBase:
+        n, length = self._shape(batch_size)
+        left, right = self._beyond(length)
+        buffer = self._ready(storage, timeout)
+        how: dict[str, Any] = dict(strict=self.strict_length, by=self.by, left=left, right=right, timeout=timeout)
+        ids, lens = buffer.choose_slices(n, length, **how)
+
+        def again(bad: np.ndarray) -> np.ndarray:
+            new, lens[bad] = buffer.choose_slices(len(bad), length, **how)
+            return new
+
+        td = gather(storage, ids.reshape(-1), again, unit=length, pin=pin)
+        return self._finish(storage, td, lens, length, out)
+
+    def _finish(
+        self,
+        storage: ShmStorage,
+        td: TensorDictBase,
+        lens: np.ndarray,
+        length: int,
+        out: TensorDictBase | None,
+        weights: np.ndarray | None = None,
+    ) -> TensorDictBase:
+        """Leave out what lies behind a slice's end, or tell; mark ends and beginnings."""
+        mask = torch.from_numpy((np.arange(length) < lens[:, None]).reshape(-1))
+        begin = np.arange(len(lens)) * length
+        if weights is not None:
+            td.set("priority_weight", torch.from_numpy(np.repeat(weights, length)))
+        if not self.pad_output and not mask.all():
+            td = td[mask]
+            lens = lens[lens > 0]
+            begin = np.cumsum(lens) - lens
+        first, last = torch.from_numpy(begin), torch.from_numpy(begin + lens - 1)
+        if self.truncated_key is not None:
+            truncated_key, done_key, terminated_key = self._flag_keys()
+            stored = [td.get(k, None) for k in (done_key, terminated_key, truncated_key)]
+            like = next((s for s in stored if s is not None), None)
+            truncated = torch.zeros((*td.batch_size, *((1,) if like is None else like.shape[1:])), dtype=torch.bool)
+            truncated[last] = True
+            done, terminated = (None if s is None else s.to(torch.bool) for s in stored[:2])
+            td.set(truncated_key, truncated)
+            td.set(done_key, truncated.clone() if done is None else done | truncated)
+            td.set(terminated_key, torch.zeros_like(truncated) if terminated is None else terminated)
+        if self.init_key is not None and (init := td.get(self.init_key, None)) is not None:
+            init[first] = True
+        if self.pad_output:
+            td.set(("collector", "mask"), mask)
+        return td if out is None else storage._copy_into(out, td)  # type: ignore[arg-type]
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """One slice of each trajectory a pass, of this handle's own passes; see `SliceSampler` for the other arguments.
+
+    Args:
+        drop_last: leave out the last batch of a pass if it has fewer slices than asked for.
+        shuffle: False: trajectories in the order of their last rows.
+
+    A pass goes over the trajectories that are stored when it begins, up to the row that is then their last. Rows and trajectories
+    that come meanwhile are for the next pass. Of one whose first rows are overwritten the rest is drawn from; one of which less is
+    left than a slice needs is passed over. So none is drawn twice a pass. The last batch of a pass may be smaller; the next
+    `sample` begins another.
+    """
+
+    name: ClassVar[str] = "slice_without_replacement"
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        drop_last: bool = False,
+        end_key: Any = None,
+        end_keys: Any = None,
+        traj_key: Any = None,
+        ends: Any = None,
+        trajectories: Any = None,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        shuffle: bool = True,
+        compile: Any = False,
+        use_gpu: Any = False,
+        shared: bool = False,
+    ):
+        if shared:
+            raise ValueError(
+                "shared=True: readers of a buffer cannot share a pass over trajectories, which grow; each has passes of its own"
+            )
+        super().__init__(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+        )
+        self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
+        self._left: list[int] = []  # last rows of the trajectories that this pass has still to draw from; popped from the end
+        self._of: str | None = None
+        self._lock, self._pid = threading.Lock(), os.getpid()
+
+    def arguments(self) -> dict[str, Any]:
+        kept = {k: v for k, v in super().arguments().items() if k not in ("pad_output", "span", "by")}
+        return {**kept, "drop_last": self.drop_last, "shuffle": self.shuffle}
+
+    def _begin(self, buffer: Buffer, rng: np.random.Generator) -> None:
+        ends = np.asarray(buffer._call("trajectories")[0], np.int64)
+        self._left = (rng.permutation(ends) if self.shuffle else ends[::-1]).tolist()
+
+    def _next(self, buffer: Buffer, length: int, rng: np.random.Generator) -> tuple[int, np.ndarray] | None:
+        """The last row of the next trajectory of this pass, and a slice of it."""
+        while self._left:
+            end = self._left.pop()
+            ids = self._slice(buffer, end, length, rng)
+            if ids is not None:
+                return end, ids
+        return None
+
+    def _slice(self, buffer: Buffer, end: int, length: int, rng: np.random.Generator) -> np.ndarray | None:
+        ids = buffer.trajectory(end)
+        if not len(ids) or (self.strict_length and len(ids) < length):
+            return None
+        start = int(rng.integers(max(len(ids) - length, 0) + 1))
+        return ids[start : start + length]
+
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+    ) -> TensorDictBase:
+        n, length = self._shape(batch_size)
+        for _ in range(MAX_TRIES):
+            buffer = self._ready(storage, timeout)
+            rng = buffer.generator()
+            if self._pid != os.getpid():  # another thread of the parent may have held it at the fork
+                self._lock, self._pid = threading.Lock(), os.getpid()
+            with self._lock:
+                chosen = self._choose(buffer, n, length, rng, timeout)
+                while self._left and self._slice(buffer, self._left[-1], length, rng) is None:
+                    self._left.pop()
+                self.ran_out = len(self._left) < (n if self.drop_last else 1)
+                if self.ran_out:
+                    self._left = []
+            td, lens = self._copy(storage, buffer, chosen, length, rng, pin)
+            if lens.any():
+                return self._finish(storage, td, lens, length, out)
+        raise buffer._slices_lapped(length)
+
+    def _choose(
+        self, buffer: Buffer, n: int, length: int, rng: np.random.Generator, timeout: float | None
+    ) -> list[tuple[int, np.ndarray]]:
+        if self._of != buffer.name:
+            self._left, self._of = [], buffer.name
+        for new in (False, True, True):
+            if new or not self._left:
+                self._begin(buffer, rng)
+            chosen: list[tuple[int, np.ndarray]] = []
+            while len(chosen) < n and (found := self._next(buffer, length, rng)) is not None:
+                chosen.append(found)
+            if len(chosen) == n or (chosen and not self.drop_last):
+                return chosen
+            buffer.choose_slices(1, length, strict=self.strict_length, timeout=timeout)  # says why there is none
+        raise NotEnoughRows(
+            f"buffer {buffer.name!r} has {len(chosen):,} trajectories to draw slices of {length:,} rows from; batches of {n:,} "
+            "slices were asked for, and with drop_last=True smaller ones are left out"
+        )
+
+    def _copy(
+        self,
+        storage: ShmStorage,
+        buffer: Buffer,
+        chosen: list[tuple[int, np.ndarray]],
+        length: int,
+        rng: np.random.Generator,
+        pin: bool,
+    ) -> tuple[TensorDictBase, np.ndarray]:
+        ends = [end for end, _ in chosen]
+        lens = np.array([len(ids) for _, ids in chosen], np.int64)
+
+        def padded(ids: np.ndarray) -> np.ndarray:
+            return np.pad(ids, (0, length - len(ids)), mode="edge")
+
+        def again(bad: np.ndarray) -> np.ndarray:
+            new = np.zeros((len(bad), length), np.int64)
+            for row, j in enumerate(bad.tolist()):
+                ids = self._slice(buffer, ends[j], length, rng)  # of what is left of it
+                if ids is None:
+                    with self._lock:
+                        found = self._next(buffer, length, rng)
+                    if found is None:  # the batch gets smaller: any row, to be left out
+                        ids, lens[j] = np.array([buffer.window[1] - 1]), 0
+                        new[row] = padded(ids)
+                        continue
+                    ends[j], ids = found
+                lens[j] = len(ids)
+                new[row] = padded(ids)
+            return new
+
+        ids = np.concatenate([padded(ids) for _, ids in chosen])
+        return gather(storage, ids, again, unit=length, pin=pin), lens
+
+
+class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
+    """Slices that begin at rows drawn by priority, among those where a slice may begin: with slice_len - 1 rows behind it in its
+    trajectory (span right: fewer), or, not strict, the first row of a shorter trajectory. `PrioritizedSampler`'s and
+    `SliceSampler`'s arguments; there is no left span.
+
+    ``sample`` adds "priority_weight": that of the row where the slice begins, for each of its rows.
+    """
+
+    name: ClassVar[str] = "prioritized_slice"
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        max_priority_within_buffer: bool = False,
+        normalize: str = "buffer",
+        **slices: Any,
+    ):
+        if "by" in slices:
+            raise TypeError("by: starts are drawn by priority")
+        SliceSampler.__init__(self, **slices)
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, normalize=normalize
+        )
+        if self.span[0]:
+            warnings.warn("Left spanning is disabled for PrioritizedSliceSampler", stacklevel=2)
+            self.span = (False, self.span[1])
+
+    def arguments(self) -> dict[str, Any]:
+        mine = {**SliceSampler.arguments(self), **PrioritizedSampler.arguments(self)}
+        return {k: v for k, v in mine.items() if k not in ("by", "stratified")}
+
+    @property
+    def info_keys(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*SliceSampler.info_keys.fget(self), "priority_weight")  # type: ignore[attr-defined]
+
+    def prepare(self, storage: ShmStorage) -> None:
+        SliceSampler.prepare(self, storage)
+        PrioritizedSampler.prepare(self, storage)
+
+    def sample(
+        self,
+        storage: ShmStorage,
+        batch_size: int,
+        *,
+        out: TensorDictBase | None = None,
+        timeout: float | None = 0.0,
+        pin: bool = False,
+        beta: float | None = None,
+    ) -> TensorDictBase:
+        if beta is None:
+            beta = self._beta
+        else:
+            check_weighting(beta, self.normalize)
+        n, length = self._shape(batch_size)
+        right = self._beyond(length)[1]
+        buffer = self._ready(storage, timeout)
+        ids, lens, leaves = self._choose(buffer, n, length, right, timeout)
+
+        def again(bad: np.ndarray) -> np.ndarray:
+            new, lens[bad], leaves[bad] = self._choose(buffer, len(bad), length, right, timeout)
+            return new
+
+        td = gather(storage, ids.reshape(-1), again, unit=length, pin=pin)
+        buffer._call("weigh", address_of(leaves), n, beta, self.normalize == "batch")
+        return self._finish(storage, td, lens, length, out, weights=leaves)
+
+    def _legal(self, buffer: Buffer, starts: np.ndarray, lens: np.ndarray, length: int, right: int) -> np.ndarray:
+        legal = lens >= length - right
+        if not self.strict_length:
+            short = np.flatnonzero((lens > 0) & ~legal)
+            if len(short):
+                legal[short] = buffer.preceding(starts[short]) < 0
+        elif right:  # but no trajectory that is too short
+            cut = np.flatnonzero(legal & (lens < length))
+            if len(cut):
+                before = buffer.walk_back(starts[cut], length)[1] - 1
+                legal[cut] = before + lens[cut] >= length
+        return legal
+
+    def _choose(
+        self, buffer: Buffer, n: int, length: int, right: int, timeout: float | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids, lens, leaves = np.zeros((n, length), np.int64), np.zeros(n, np.int64), np.zeros(n, np.float32)
+        todo = np.arange(n)
+        for _ in range(_REJECTIONS):
+            starts, leaf = self._starts(buffer, len(todo), timeout)
+            chain, found = buffer.walk_forward(starts, length)
+            legal = self._legal(buffer, starts, found, length, right)
+            take = todo[legal]
+            ids[take], lens[take], leaves[take] = chain[legal], found[legal], leaf[legal]
+            todo = todo[~legal]
+            if not len(todo):
+                return ids, lens, leaves
+        for _ in range(MAX_TRIES):
+            buffer.choose_slices(1, length, strict=self.strict_length, timeout=timeout)  # says so if there is none
+            starts, leaf = self._all_starts(buffer, length, right)
+            if len(starts):
+                break
+        else:
+            raise buffer._slices_lapped(length)
+        if not leaf.any():
+            raise RuntimeError(f"no slice can be drawn: the priorities of all {len(starts):,} rows where one may begin are 0")
+        at = buffer.generator().choice(len(starts), size=len(todo), p=leaf / leaf.sum())
+        ids[todo], lens[todo] = buffer.walk_forward(starts[at], length)
+        leaves[todo] = leaf[at]
+        return ids, lens, leaves
+
+    def _starts(self, buffer: Buffer, n: int, timeout: float | None) -> tuple[np.ndarray, np.ndarray]:
+        """n rows by priority and their leaves."""
+        ids, leaves = np.zeros(n, np.int64), np.zeros(n, np.float32)
+        give_up = time.monotonic() + 1
+        while buffer._call("choose_by_priority", n, False, address_of(ids), address_of(leaves)) < n:
+            if not len(buffer):
+                buffer.wait_rows(1, timeout)
+            elif time.monotonic() > give_up:  # a transaction is shorter than that
+                if not buffer._get("priorities")["sum"]:
+                    raise RuntimeError(f"no row can be drawn: all {len(buffer):,} priorities are 0")
+                raise Lapped("rows are overwritten faster than they can be drawn by priority")
+            else:
+                buffer._call("help")
+                time.sleep(1e-3)
+        return ids, leaves
+
+    def _all_starts(self, buffer: Buffer, length: int, right: int) -> tuple[np.ndarray, np.ndarray]:
+        """All rows where a slice may begin now, and their leaves, float64."""
+        lo, hi = buffer.window
+        starts, leaves = [], []
+        step = max(1, _AT_ONCE // length)
+        for first in range(lo, hi, step):
+            ids = np.arange(first, min(first + step, hi))
+            ids = ids[self._legal(buffer, ids, buffer.walk_forward(ids, length)[1], length, right)]
+            p = buffer.priorities(ids)
+            # alpha = 0 forgets priorities, but all rows that have any are as likely
+            leaf = np.where(np.isnan(p), 0.0, (np.nan_to_num(p) + self._eps) ** self._alpha) if self._alpha else np.ones(len(ids))
+            starts.append(ids)
+            leaves.append(leaf)
+        return np.concatenate(starts or [np.zeros(0, np.int64)]), np.concatenate(leaves or [np.zeros(0)])
+
+

@@ -1,0 +1,290 @@
+"""Trajectories at the numpy level: slices of them, what follows a row and what came before it, all of them as they are now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmbuf._extension import native
+from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
+from shmbuf.reading import Reading, address_of, as_ids
+from shmbuf.schema import nest
+from shmbuf.ticket import seconds_of
+
+_STATUS = native.STATUSES
+BY = ("trajectory", "start")
+MAX_TRIES = 1000
+_MOVED = 20  # looks that find no slice in a window that moves meanwhile, until that is believed
+_NAP = 1e-3
+_NEAR, _FAR = 8, 512  # ids before a row in which its predecessor is looked for, before its whole trajectory is walked
+
+
+class Trajectory(NamedTuple):
+    """The stored part of a trajectory: the ids of its first and last row, and how many rows it has.
+
+    head_missing: rows before ``first`` are overwritten, or were lost. ended: its last row says so.
+    """
+
+    first: int
+    end: int
+    rows: int
+    head_missing: bool
+    ended: bool
+
+
+class Trajectories(Reading):
+    """What `Buffer` does about trajectories: runs of rows of one stream, up to an end key's row or a change of trajectory id."""
+
+    def require_trajectories(self) -> None:
+        if self.schema is not None and not self.marks.keep:
+            raise RuntimeError(
+                f"buffer {self.name!r} keeps no trajectories: it has no end key and no trajectory key. Create it with "
+                "trajectories=True, traj_key= or end_keys="
+            )
+
+    # ---- slices -------------------------------------------------------------------------------------------------
+
+    def draw_slices(
+        self,
+        n: int,
+        length: int,
+        *,
+        strict: bool = True,
+        by: str = "trajectory",
+        left: int = 0,
+        right: int = 0,
+        timeout: float | None = 0.0,
+    ) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+        """n slices of consecutive rows of one trajectory each.
+
+        Args:
+            strict: only of trajectories of at least ``length`` rows; False: shorter ones are taken whole.
+            by: ``"trajectory"``: one uniformly, then the start; ``"start"``: uniformly of all starts there are.
+            left, right: a slice may reach so many rows beyond its trajectory's first and last row; there it is cut.
+            timeout: seconds to wait until there is a trajectory to draw from; 0: raise at once; None: for ever.
+
+        Returns:
+            rows: nested dict of arrays [Σ lens, *shape], slice after slice; ids: int64[Σ lens]; lens: int64[n].
+
+        Raises:
+            NotEnoughRows: no trajectory is that long: says how long the longest is. Lapped: rows are overwritten faster than
+            slices can be copied. RuntimeError: the buffer keeps no trajectories.
+        """
+        how: dict[str, Any] = {"strict": strict, "by": by, "left": left, "right": right}
+        _check_slices(n, length, **how)
+        self._wait_schema(timeout)
+        with self.sampling(n * length, timeout):
+            ids, lens = self.choose_slices(n, length, timeout=timeout, **how)
+            out = self._outputs(n * length)
+            done = np.zeros((n, length), np.uint8)
+            addresses = [address_of(a) for a in out]
+            for _ in range(MAX_TRIES):
+                if self._call("fetch", self._columns, addresses, n * length, address_of(ids), address_of(done)) == n * length:
+                    break
+                bad = np.flatnonzero(~done.all(axis=1))
+                done[bad] = 0
+                ids[bad], lens[bad] = self.choose_slices(len(bad), length, timeout=timeout, **how)
+            else:
+                raise self._slices_lapped(length)
+        ids = ids.reshape(-1)
+        if not (lens == length).all():
+            kept = (np.arange(length) < lens[:, None]).reshape(-1)
+            ids, out = ids[kept], [a[kept] for a in out]
+            self.refund_samples(n * length - len(ids))
+        return nest(self._schema.keys, out), ids, lens  # type: ignore[union-attr]
+
+    def choose_slices(
+        self,
+        n: int,
+        length: int,
+        *,
+        strict: bool = True,
+        by: str = "trajectory",
+        left: int = 0,
+        right: int = 0,
+        timeout: float | None = 0.0,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For the floors above: ids int64[n, length] and lens int64[n]; after the end of a slice its last id is repeated.
+
+        They were slices of the rows stored then: right if all are still there after they were copied. Errors: `draw_slices`.
+        """
+        _check_slices(n, length, strict, by, left, right)
+        since, seconds = time.monotonic(), seconds_of(timeout)
+        self._wait_schema(timeout)
+        self.require_trajectories()
+        if not self._standby:
+            self._become_reader()
+        ids, lens = np.zeros((n, length), np.int64), np.zeros(n, np.int64)
+        if n == 0:
+            return ids, lens
+        todo, tries = np.arange(n), 0
+        while True:
+            if self.destroyed:
+                raise StorageLost(f"buffer {self.name!r} was destroyed while slices were being drawn")
+            window, m = self._get("window"), len(todo)
+            some, some_lens = np.zeros((m, length), np.int64), np.zeros(m, np.int64)
+            status, longest = self._call(
+                "choose_slices", m, length, strict, by == "start", left, right, address_of(some), address_of(some_lens)
+            )
+            ids[todo], lens[todo] = some, some_lens
+            todo = todo[some_lens == 0]
+            if not len(todo):
+                break
+            tries += 1
+            live_lo, lo, _ = now = self._get("window")
+            if _STATUS[status] == "lapped":
+                if tries > MAX_TRIES:
+                    raise self._slices_lapped(length)
+            elif now != window and tries < _MOVED:  # it holds of no one moment
+                pass
+            elif lo != live_lo and tries < MAX_TRIES:  # rows are being overwritten just now: wait for what comes instead
+                time.sleep(_NAP)
+            elif 0 <= seconds <= time.monotonic() - since:
+                self._no_slice(length, longest, seconds)
+            else:
+                if not self._readonly:
+                    self._call("help")
+                time.sleep(_NAP)
+        if not (lens == length).all():
+            at = np.minimum(np.arange(length), lens[:, None] - 1)
+            ids = np.ascontiguousarray(np.take_along_axis(ids, at, axis=1))
+        return ids, lens
+
+    def _no_slice(self, length: int, longest: int, seconds: float) -> None:
+        if not len(self):
+            self.wait_rows(1, 0.0)
+        raise NotEnoughRows(
+            f"Did not find a single trajectory with sufficient length in buffer {self.name!r}: the longest has "
+            f"{longest:,} row{'s' * (longest != 1)}, slices of {length:,} were asked for"
+            + (f" (after {seconds:g} s)" if seconds else "; strict=False takes shorter ones whole, timeout= waits")
+        )
+
+    def _slices_lapped(self, length: int) -> Lapped:
+        return Lapped(
+            f"rows are overwritten faster than slices of {length:,} can be found and copied; the capacity of "
+            f"{self.capacity:,} rows is too small for this write rate"
+        )
+
+    # ---- what follows, what came before -------------------------------------------------------------------------
+
+    def following(self, ids: Any) -> np.ndarray:
+        """int64[n]: the next row of each row's trajectory; −1 if there is none: its last one, the newest one, one not stored."""
+        ids = as_ids(ids)
+        chain, lens = self.walk_forward(ids, 2)
+        return np.where(lens == 2, chain[:, 1], -1)
+
+    def preceding(self, ids: Any) -> np.ndarray:
+        """int64[n]: the row before each in its trajectory; −1 if there is none, if it is overwritten, or if the row is."""
+        chain, lens = self.walk_back(ids, 2)
+        return np.where(lens == 2, chain[:, 1], -1)
+
+    def walk_forward(self, ids: Any, steps: int, dilation: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """int64[n, steps]: each row itself and every dilation-th that follows in its trajectory; int64[n]: how many there are,
+        0 for a row that is not stored. Beyond that the last id is repeated."""
+        ids = as_ids(ids)
+        self._check_walk(steps, dilation)
+        chain, lens = np.zeros((len(ids), steps), np.int64), np.zeros(len(ids), np.int64)
+        self._call("walk_forward", address_of(ids), len(ids), steps, dilation, address_of(chain), address_of(lens))
+        return _filled(chain, lens), lens
+
+    def walk_back(self, ids: Any, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `walk_forward`, towards the trajectory's beginning."""
+        ids = as_ids(ids)
+        self._check_walk(steps, 1)
+        n = len(ids)
+        chain, lens = np.zeros((n, steps), np.int64), np.zeros(n, np.int64)
+        lo, hi = self.window
+        chain[:, 0] = ids
+        lens[:] = (ids >= lo) & (ids < hi)
+        # The predecessor of a row is the one that it follows: mostly among the few before it.
+        for reach in (_NEAR + steps, _FAR):
+            todo = np.flatnonzero((lens > 0) & (lens < steps))
+            if not len(todo):
+                break
+            last = chain[todo, lens[todo] - 1]
+            near = last[:, None] - np.arange(1, reach + 1)
+            followers = self.following(near.reshape(-1)).reshape(near.shape)
+            while len(todo):
+                hit = followers == last[:, None]
+                found = hit.any(axis=1)
+                at = hit.argmax(axis=1)
+                todo, near, followers, at = todo[found], near[found], followers[found], at[found]
+                last = near[np.arange(len(todo)), at]
+                chain[todo, lens[todo]] = last
+                lens[todo] += 1
+                going = lens[todo] < steps
+                todo, near, followers, last = todo[going], near[going], followers[going], last[going]
+        for j in np.flatnonzero((lens > 0) & (lens < steps)):
+            path = np.asarray(self._call("trajectory", int(chain[j, lens[j] - 1])), np.int64)[-2::-1][: steps - lens[j]]
+            chain[j, lens[j] : lens[j] + len(path)] = path
+            lens[j] += len(path)
+        return _filled(chain, lens), lens
+
+    def _check_walk(self, steps: int, dilation: int) -> None:
+        if steps < 1 or dilation < 1:
+            raise ValueError(f"steps={steps}, dilation={dilation}: both are ≥ 1")
+        self.require_trajectories()
+
+    # ---- all of them --------------------------------------------------------------------------------------------
+
+    def trajectories(self) -> list[Trajectory]:
+        """All that are stored now, by their last row. A row may be overwritten or added while they are listed."""
+        if self.schema is None:
+            return []
+        self.require_trajectories()
+        return [t for t, ids in self._found() if len(ids)]
+
+    def _found(self) -> Iterator[tuple[Trajectory, np.ndarray]]:
+        for end, first, flags in zip(*self._call("trajectories"), strict=True):
+            ids = self.trajectory(end)
+            if len(ids):
+                head_missing = bool(flags & 1) or int(ids[0]) != first
+                yield Trajectory(int(ids[0]), end, len(ids), head_missing, bool(flags & 2)), ids
+
+    def trajectory(self, end: int) -> np.ndarray:
+        """int64[k]: the stored rows of a trajectory up to row ``end``, oldest first; empty if that is not stored (any more)."""
+        self.require_trajectories()
+        return np.asarray(self._call("trajectory", int(end)) if end >= 0 else [], np.int64)
+
+    def export(self) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
+        """Each stored trajectory and its rows, nested dicts of arrays [k, *shape]. Rows that are overwritten on the way are left
+        out and ``head_missing``; trajectories that are overwritten whole, too."""
+        if self.schema is None:
+            return
+        self.require_trajectories()
+        for t, ids in self._found():
+            rows, valid = self.try_gather(ids)
+            gone = len(ids) - int(valid.sum())  # the oldest ones
+            if gone == len(ids):
+                continue
+            if gone:
+                rows = _without(rows, gone)
+                t = t._replace(first=int(ids[gone]), rows=t.rows - gone, head_missing=True)
+            yield t, rows
+
+
+def _check_slices(n: int, length: int, strict: bool, by: str, left: int, right: int) -> None:
+    if n < 0:
+        raise ValueError(f"n={n}: a number of slices ≥ 0")
+    if length < 1:
+        raise ValueError(f"length={length}: a slice has at least one row")
+    if by not in BY:
+        raise ValueError(f"by={by!r}: one of {', '.join(BY)}")
+    for name, rows in (("left", left), ("right", right)):
+        if not 0 <= rows < max(length, 1):
+            raise ValueError(f"{name}={rows}: 0 ≤ rows beyond the trajectory < length={length}")
+
+
+def _filled(chain: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """The last id repeated to the end of each line."""
+    if (lens == chain.shape[1]).all():
+        return chain
+    at = np.minimum(np.arange(chain.shape[1]), np.maximum(lens[:, None] - 1, 0))
+    return np.ascontiguousarray(np.take_along_axis(chain, at, axis=1))
+
+
+def _without(rows: dict[str, Any], gone: int) -> dict[str, Any]:
+    return {k: _without(v, gone) if isinstance(v, dict) else v[gone:] for k, v in rows.items()}
