@@ -477,7 +477,10 @@ class Buffer:
         """For the floors above: draw into packed memory. ids and (unless 0) slots are addresses of int64[n]."""
         if not self._standby:
             self._become_reader()
-        status = self._call("draw", columns, addresses, n, ids, slots, seconds)
+        try:  # as _call does, without its price
+            status = self._handle.draw(columns, addresses, n, ids, slots, seconds)
+        except (native.Gone, native.FormatError):
+            status = self._call("draw", columns, addresses, n, ids, slots, seconds)
         while status != _OK:
             why = _STATUS[status]
             if why == "lapped":
