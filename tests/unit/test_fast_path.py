@@ -215,7 +215,9 @@ def test_of_two_leaves_of_one_key_the_later_is_shown():
     assert list(got.keys()) == ["index", "k"] and got["index"] is second and got["k"] is first
 
 
-def test_a_sample_is_an_ordinary_tensordict():
+@pytest.mark.parametrize("way", ["_wrap", "_constructed"])
+def test_a_sample_is_an_ordinary_tensordict(way, monkeypatch):
+    monkeypatch.setattr(storage, "_wrap", getattr(storage, way))
     with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller"), batch_size=4) as rb:
         rb.extend(rows(0, 5))
         batch = rb.sample()
