@@ -190,10 +190,5 @@ class Priorities(Reading):
     ) -> None:
         """For the floors above: as `draw_into`, by priority; weights: the address of float32[n]."""
         by_batch = normalize == "batch"
-        self._drawn(
-            lambda left: self._call(
-                "draw_by_priority", columns, addresses, n, ids, slots, weights, beta, stratified, by_batch, left
-            ),
-            n,
-            seconds,
-        )
+        args = (columns, addresses, n, ids, slots, weights, beta, stratified, by_batch)
+        self._drawn("draw_by_priority", args, n, seconds)
