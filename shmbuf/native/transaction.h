@@ -319,7 +319,9 @@ class Writer {
     return true;
   }
   void set_first_priorities(const CommitBlock &before, const CommitBlock &b) {
-    const float p = first_leaf(c_.priorities, Formula(c_.priorities), tree_);
+    const Formula formula(c_.priorities);
+    if (formula.live_maximum) tree_.refresh(before.cursor, b.cursor - before.cursor);  // of the rows that stay
+    const float p = first_leaf(c_.priorities, formula, tree_);
     float highest = 0;
     std::vector<float> given;
     each_record(before, b, [&](u32 i, u64 at, Record &r, u64 first) {

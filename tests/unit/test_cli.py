@@ -186,8 +186,8 @@ def test_show_json_is_complete(name, shminfo_json):
             "sampler_arguments": {}, "priority_key": None, "pin_memory": None, "max_collectors": 8,
             "max_members": info["settings"]["max_members"], "ring_bytes": 1 << 16}
         part = info["segment"]
-        assert (part["rings_bytes"], part["rings_allocated_bytes"], part["rings_in_use"]) == (8 << 16, 2 << 16, 2)
-        assert part["file_bytes"] == sum(part[f"{k}_bytes"] for k in ("configuration", "schema", "rows", "rings"))
+        assert (part["rings_bytes"], part["rings_allocated_bytes"], part["rings_in_use"]) == (8 * stride, 2 * stride, 2)
+        assert part["file_bytes"] == sum(part[f"{k}_bytes"] for k in ("configuration", "schema", "rows", "bookkeeping", "rings"))
         assert {m["pid"]: (m["roles"], m["alive"]) for m in info["members"]} == {
             os.getpid(): (["creator", "collector"], True), other.pid: (["collector"], True)}
         assert all(m["process_state"] in "RSD" for m in info["members"])
