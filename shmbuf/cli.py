@@ -195,7 +195,8 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
             "allocated_bytes": info["allocated_bytes"],
             "configuration_bytes": h["config_bytes"],
             "rows_bytes": rows_bytes,
-            "schema_bytes": h["rings_offset"] - h["config_bytes"] - rows_bytes,
+            "schema_bytes": h["tree_offset"] - h["config_bytes"] - rows_bytes,
+            "bookkeeping_bytes": h["rings_offset"] - h["tree_offset"],
             "rings_bytes": h["file_bytes"] - h["rings_offset"],  # a ring gets memory when a collector claims it
             "rings_allocated_bytes": max(0, info["allocated_bytes"] - h["rings_offset"]),
             "rings_in_use": len(collectors),
@@ -327,7 +328,8 @@ def _heading(info: Info) -> Any:
             f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
             f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)",
         )
-        line("", f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}")
+        line("", f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}, "
+             f"priorities and trajectories {nbytes(seg['bookkeeping_bytes'])}")
     line(
         "owner",
         f"uid {info['owner']}",

@@ -39,7 +39,7 @@ def as_priorities(priorities: Any, n: int) -> np.ndarray:
         raise ValueError(f"priorities of shape {list(array.shape)} for {n} rows: one for each is needed, shape [{n}]")
     if array.dtype not in (np.float32, np.float64):
         array = array.astype(np.float64)
-    return np.ascontiguousarray(np.broadcast_to(array, (n,)))
+    return np.ascontiguousarray(array) if array.shape == (n,) else np.full(n, array)
 
 
 def bad_priority(buffer: Reading, j: int, value: float) -> ValueError:
@@ -110,13 +110,13 @@ class Priorities(Reading):
         """
         ids = as_ids(ids)
         p = as_priorities(priorities, len(ids))
-        applied = np.zeros(len(ids), np.uint8)
+        applied = np.empty(len(ids), bool)
         status, j = self._call(
             "set_priorities", address_of(ids), address_of(p), len(ids), p.itemsize, address_of(applied)
         )
         if status:
             self._not_set(_STATUS[status], j, ids, p)
-        return applied.view(bool)
+        return applied
 
     def _not_set(self, why: str, j: int, ids: np.ndarray, p: np.ndarray) -> None:
         if why == "unknown_row":
@@ -190,10 +190,5 @@ class Priorities(Reading):
     ) -> None:
         """For the floors above: as `draw_into`, by priority; weights: the address of float32[n]."""
         by_batch = normalize == "batch"
-        self._drawn(
-            lambda left: self._call(
-                "draw_by_priority", columns, addresses, n, ids, slots, weights, beta, stratified, by_batch, left
-            ),
-            n,
-            seconds,
-        )
+        args = (columns, addresses, n, ids, slots, weights, beta, stratified, by_batch)
+        self._drawn("draw_by_priority", args, n, seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ class Reading(Attachment):
 
     def draw_into(self, columns: Any, addresses: list[int], n: int, ids: int, slots: int, seconds: float) -> None:
         """For the floors above: draw into packed memory. ids and (unless 0) slots are addresses of int64[n]."""
-        self._drawn(lambda left: self._call("draw", columns, addresses, n, ids, slots, left), n, seconds)
+        self._drawn("draw", (columns, addresses, n, ids, slots), n, seconds)
 
     def ids_of(self, slots: np.ndarray) -> np.ndarray:
         """int64 ids of the rows that lie in these slots now. Raises IndexError for a slot that holds none."""
@@ -205,11 +205,14 @@ class Reading(Attachment):
             self.wait_rows(1, timeout)
             assert self.schema is not None, "rows are stored, so there is a schema"
 
-    def _drawn(self, draw: Callable[[float], int], n: int, seconds: float) -> None:
+    def _drawn(self, method: str, args: tuple[Any, ...], n: int, seconds: float) -> None:
         """Draw, waiting for rows if there are none; an error that says why nothing can be drawn."""
         if not self._standby:
             self._become_reader()
-        status = draw(seconds)
+        try:  # as _call does, without its price
+            status = getattr(self._handle, method)(*args, seconds)
+        except (native.Gone, native.FormatError):
+            status = self._call(method, *args, seconds)
         while status != _OK:
             why = _STATUS[status]
             if why == "lapped":
@@ -231,7 +234,7 @@ class Reading(Attachment):
             if n == 0:
                 return
             self.wait_rows(1, seconds if seconds >= 0 else None)
-            status = draw(seconds)
+            status = self._call(method, *args, seconds)
 
     def _become_reader(self) -> None:
         """A handle that samples keeps a standby: a sleeping thread that drains when rings hold rows and nobody does."""

@@ -346,6 +346,17 @@ class ReplayBuffer:
             priority = (priority.float() if priority.dtype is torch.bfloat16 else priority).numpy()
         return torch.from_numpy(buffer.set_priorities(ids, priority))
 
+    def _set_priorities(self, ids: torch.Tensor, priority: torch.Tensor) -> bool:
+        """The usual case of a learner's update: plain tensors as `sample` made them. False: look closer."""
+        n = ids.numel()
+        if not (_plain(ids, n, _INTEGERS) and _plain(priority, n, _REALS)):
+            return False
+        applied = torch.empty(n, dtype=torch.bool)
+        status, _ = self.buffer._call(
+            "set_priorities", ids.data_ptr(), priority.data_ptr(), n, priority.element_size(), applied.data_ptr()
+        )
+        return not status  # what is wrong is said by the long way, which finds it again
+
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a sample's rows, found by its "row_id", to what it holds under the priority key.
 
@@ -359,6 +370,8 @@ class ReplayBuffer:
         anchors = anchor_priorities(data, priority)
         if anchors is not None:
             self.update_priority(None, anchors[1], row_id=anchors[0])
+        elif ids is not None and self._set_priorities(ids, priority):
+            return
         elif ids is not None:
             self.update_priority(None, self._reduced(priority, ids.numel()), row_id=ids)
         else:
@@ -510,6 +523,15 @@ def _positive(batch_size: Any) -> int | None:
     if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 0:
         raise ValueError(f"batch_size={batch_size!r}: a number of rows ≥ 0")
     return int(batch_size)
+
+
+_INTEGERS, _REALS = (torch.int64,), (torch.float32, torch.float64)
+
+
+def _plain(t: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return (
+        type(t) is torch.Tensor and t.dtype in dtypes and t.is_cpu and t.numel() == n and t.is_contiguous() and not t.is_neg()
+    )
 
 
 def _checked_sampler(sampler: Any) -> Sampler:

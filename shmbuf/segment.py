@@ -393,7 +393,7 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
             rows = h["capacity"] * schema.row_bytes
             what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {ring:,},"
             rows += native.bookkeeping_bytes(h["capacity"], marks.keep)
-            require_memory(rows + ring, what)
+            require_memory(rows + native.ring_stride(ring, marks.keep), what)
             if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native()):
                 if error == errno.EFBIG:
                     raise NotEnoughMemory(

@@ -22,6 +22,7 @@ _ADDED = frozenset(
 )  # what sample() adds, so that a sample can be stored again
 # How the core asks tensors where torch has it: four times as fast.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_ADDRESS = torch.Tensor.data_ptr
 
 _NUMBERS: tuple[Key, Key] = (("row_id",), ("index",))
 
@@ -112,31 +113,60 @@ def stack(rows: list[Any]) -> TensorDictBase:
         raise SchemaError(f"the {len(rows)} TensorDicts of the list cannot be stacked: {e}") from None
 
 
-def make_tensordict(keys: tuple[Key, ...], leaves: list[torch.Tensor], batch: torch.Size) -> TensorDict:
+# The nodes of a nesting, inner ones first, each as (name, number) pairs: a leaf's number, or that of a node, counted on.
+Tree = tuple[tuple[tuple[str, int], ...], ...]
+
+
+def tree_of(keys: tuple[Key, ...]) -> Tree:
+    nodes: list[tuple[tuple[str, int], ...]] = []
+
+    def add(depth: int, leaves: list[int]) -> int:
+        below: dict[str, list[int]] = {}
+        for i in leaves:
+            below.setdefault(keys[i][depth], []).append(i)
+        # Of two leaves of one name the later one is shown: a sample's own numbers.
+        entries = [(k, v[-1] if len(keys[v[-1]]) == depth + 1 else add(depth + 1, v)) for k, v in below.items()]
+        nodes.append(tuple(entries))
+        return len(keys) + len(nodes) - 1
+
+    add(0, list(range(len(keys))))
+    return tuple(nodes)
+
+
+def make_tensordict(tree: Tree, leaves: list[torch.Tensor], batch: torch.Size) -> TensorDict:
     """Nested, without the checks of the public constructor: shapes and devices are right by construction."""
-    root: dict[str, Any] = {}
-    nodes: dict[Key, dict[str, Any]] = {(): root}
-    for key, leaf in zip(keys, leaves, strict=True):
-        path = key[:-1]
-        node = nodes.get(path)
-        if node is None:
-            for depth in range(1, len(path) + 1):
-                if path[:depth] not in nodes:
-                    nodes[path[:depth]] = nodes[path[: depth - 1]][path[depth - 1]] = {}
-            node = nodes[path]
-        node[key[-1]] = leaf
-    return _wrap(root, batch)
+    parts: list[Any] = [*leaves]
+    for node in tree:
+        parts.append(_wrap({name: parts[i] for name, i in node}, batch))
+    return parts[-1]
 
 
-def _wrap(node: dict[str, Any], batch: torch.Size) -> TensorDict:
-    source: dict[Any, Any] = {k: _wrap(v, batch) if type(v) is dict else v for k, v in node.items()}
-    return TensorDict._new_unsafe(source, batch_size=batch, nested=False)
+def _blank() -> dict[str, Any] | None:
+    """The attributes of an empty TensorDict, if they are what they are known to be."""
+    try:
+        attributes = dict(vars(TensorDict._new_unsafe({}, batch_size=torch.Size((0,)), nested=False)))
+    except (AttributeError, TypeError):
+        return None
+    known = type(attributes.pop("_tensordict", None)) is dict and attributes.pop("_batch_size", None) == torch.Size(
+        (0,)
+    )
+    return attributes if known and not any(v is not None for v in attributes.values()) else None
 
 
-if not hasattr(TensorDict, "_new_unsafe"):  # a tensordict without it: the public constructor, slower
+_BLANK = _blank()
 
-    def _wrap(node: dict[str, Any], batch: torch.Size) -> TensorDict:
-        return TensorDict({k: _wrap(v, batch) if type(v) is dict else v for k, v in node.items()}, batch_size=batch)
+
+def _from_blank(source: dict[str, Any], batch: torch.Size) -> TensorDict:
+    td = TensorDict.__new__(TensorDict)  # as its _new_unsafe, in a fifth of the time
+    td.__dict__.update(_BLANK or {}, _tensordict=source, _batch_size=batch)
+    return td
+
+
+def _constructed(source: dict[str, Any], batch: torch.Size) -> TensorDict:
+    return TensorDict(source, batch_size=batch)
+
+
+_wrap = _from_blank if _BLANK is not None else _constructed
 
 
 class ShmStorage:
@@ -258,6 +288,8 @@ class ShmStorage:
         self._dtypes = [_torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
+        self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *_NUMBERS))
+        self._weighted_tree = tree_of((*schema.keys, *_NUMBERS, ("priority_weight",)))
         # A sample's "index" and "row_id" are always the slot and the id; stored columns of these names are not shown in it.
         self._shadowed = any(k in _NUMBERS for k in schema.keys)
         if not self._shadowed:
@@ -396,13 +428,13 @@ class ShmStorage:
                 raise SchemaError(f"out does not fit a sample: {e}") from None
         if out is None:
             leaves = self._fresh(n, pin)
-            *columns, ids, slots = [t.data_ptr() for t in leaves]
+            *columns, ids, slots = map(_ADDRESS, leaves)
         else:
             *columns, ids, slots = self._into(out, n)
         buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
         if out is not None:
             return out
-        return make_tensordict((*schema.keys, ("row_id",), ("index",)), leaves, torch.Size((n,)))
+        return make_tensordict(self._sample_tree, leaves, torch.Size((n,)))
 
     def draw_by_priority(
         self,
@@ -420,16 +452,15 @@ class ShmStorage:
             raise ValueError(f"batch_size={n}: a number of rows ≥ 0")
         buffer = self.buffer
         buffer._wait_schema(timeout)
-        schema = self.schema()
+        self.schema()
         leaves = self._fresh(n, pin)
         weights = torch.empty(n, dtype=torch.float32, pin_memory=pin)
-        *columns, ids, slots = [t.data_ptr() for t in leaves]
+        *columns, ids, slots = map(_ADDRESS, leaves)
         seconds = seconds_of(timeout)
         buffer.draw_by_priority_into(
             self._columns, columns, n, ids, slots, weights.data_ptr(), beta, stratified, normalize, seconds
         )
-        keys = (*schema.keys, ("row_id",), ("index",), ("priority_weight",))
-        td = make_tensordict(keys, [*leaves, weights], torch.Size((n,)))
+        td = make_tensordict(self._weighted_tree, [*leaves, weights], torch.Size((n,)))
         return td if out is None else self._copy_into(out, td)
 
     @staticmethod
@@ -522,7 +553,7 @@ class ShmStorage:
         leaves = self._fresh(len(slots), False)[:-2]
         slots = np.ascontiguousarray(slots)
         self.buffer.fetch_slots_into(self._columns, [t.data_ptr() for t in leaves], slots)
-        return make_tensordict(schema.keys, leaves, torch.Size((len(slots),)))
+        return make_tensordict(self._tree, leaves, torch.Size((len(slots),)))
 
     def _column(self, schema: Schema, key: Key) -> Any:
         chosen = [c for c in schema.columns if c.key[: len(key)] == key]
@@ -540,7 +571,7 @@ class ShmStorage:
         n, leaves = self._clipped(slice(None), read)
         if chosen[0].key == key:
             return leaves[0]
-        return make_tensordict(tuple(c.key[len(key) :] for c in chosen), leaves, torch.Size((n,)))
+        return make_tensordict(tree_of(tuple(c.key[len(key) :] for c in chosen)), leaves, torch.Size((n,)))
 
     def __repr__(self) -> str:
         return (
@@ -554,9 +585,10 @@ class Gathering:
     """A batch that is filled by id, in as many goes as it takes."""
 
     def __init__(self, storage: ShmStorage, n: int, pin: bool):
-        self._storage, self._schema, self.n = storage, storage.schema(), n
+        storage.schema()
+        self._storage, self.n = storage, n
         self._leaves = storage._fresh(n, pin)
-        self._addresses = [t.data_ptr() for t in self._leaves[:-2]]
+        self._addresses = list(map(_ADDRESS, self._leaves[:-2]))
 
     def fetch(self, ids: np.ndarray, done: np.ndarray) -> int:
         """Copy the rows of int64[n] ids whose uint8[n] done is 0, and set it where the row was there; returns how many are."""
@@ -568,5 +600,4 @@ class Gathering:
         row_id, index = self._leaves[-2:]
         row_id.copy_(torch.from_numpy(ids))
         torch.remainder(row_id, self._storage.buffer.capacity, out=index)
-        keys = (*self._schema.keys, ("row_id",), ("index",))
-        return make_tensordict(keys, self._leaves, torch.Size((self.n,)))
+        return make_tensordict(self._storage._sample_tree, self._leaves, torch.Size((self.n,)))

@@ -211,10 +211,9 @@ class Handle {
       role_.help(met);
       if (met()) continue;
       if (Status s = abandoned(deadline, check); s != Status::ok) return s;
-      store(slot.wait, 1u, relaxed);
-      fence(seq_cst);  // pairs with publish() in transaction.h
+      const u32 armed = arm(slot.wait);  // pairs with publish() in transaction.h
       role_.help(met);  // once more, armed: a hand-over before we were would have woken nobody (models/role.pml -DRETRY)
-      if (!met()) futex_wait(slot.wait, 1, deadline);
+      if (!met()) futex_wait(slot.wait, armed, deadline);
     }
   }
   // Without sleeping: look, help with little, look. For callers that keep the GIL.
@@ -259,10 +258,9 @@ class Handle {
         continue;
       }
       u32 &word = built ? s_.control().data_wait : s_.control().ready_wait;
-      store(word, 1u, relaxed);
-      fence(seq_cst);  // pairs with publish() in transaction.h and build() in segment.h
+      const u32 armed = arm(word);  // pairs with publish() in transaction.h and build() in segment.h
       if (built) role_.help([&] { return size() >= rows; });  // once more, armed: see wait()
-      if (built ? size() < rows : load(s_.control().state, acquire) != kReady) futex_wait(word, 1, deadline);
+      if (built ? size() < rows : load(s_.control().state, acquire) != kReady) futex_wait(word, armed, deadline);
     }
   }
   Sampling<Handle> sampling() { return Sampling<Handle>(*this); }
@@ -316,8 +314,8 @@ class Handle {
   void mark_destroyed() {
     Control &c = s_.control();
     store(c.destroyed, 1u, seq_cst);
-    for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) futex_wake_all(*w);
-    for (u32 i = 0; i < s_.n_slots(); ++i) futex_wake_all(s_.slot(i).wait);
+    for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) wake_always(*w);
+    for (u32 i = 0; i < s_.n_slots(); ++i) wake_always(s_.slot(i).wait);
   }
   void close() {
     uses_.fetch_add(1, seq_cst);  // nobody takes it down while the drain thread still runs
@@ -424,10 +422,9 @@ class Handle {
       }
       out = abandoned(deadline, check);
       if (out != Status::ok) break;
-      store(slot.wait, 1u, relaxed);
-      fence(seq_cst);  // pairs with publish() in transaction.h
+      const u32 armed = arm(slot.wait);  // pairs with publish() in transaction.h
       role_.help(room);  // once more, armed: see wait()
-      if (!room()) futex_wait(slot.wait, 1, patience);
+      if (!room()) futex_wait(slot.wait, armed, patience);
     }
     bump(slot.blocked_ns, now_ns() - began);
     return out == Status::timeout ? Status::full : out;
@@ -464,9 +461,8 @@ class Handle {
     void turn() {
       Control &c = h.s_.control();
       if (!h.ready()) {
-        store(c.ready_wait, 1u, relaxed);
-        fence(seq_cst);  // pairs with build() in segment.h
-        if (load(c.state, acquire) != kReady) futex_wait(c.ready_wait, 1);
+        const u32 armed = arm(c.ready_wait);  // pairs with build() in segment.h
+        if (load(c.state, acquire) != kReady) futex_wait(c.ready_wait, armed);
         return;
       }
       auto out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });
@@ -474,10 +470,9 @@ class Handle {
       if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep(), h.mender_.look(h.s_);
       // While rows keep coming, nap unarmed: producers then pay no wake-up, and one turn moves many records.
       if (idle < 8) return h.nap(100'000);
-      store(c.writer_wait, 1u, relaxed);
-      fence(seq_cst);  // pairs with put(): publish; fence; wake_if_armed
+      const u32 armed = arm(c.writer_wait);  // pairs with put(): publish; fence; wake_if_armed
       if (out == WriterRole::Outcome::busy) out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });  // once more, armed
-      if (out == WriterRole::Outcome::busy || !Writer::runnable(h.s_)) futex_wait(c.writer_wait, 1);
+      if (out == WriterRole::Outcome::busy || !Writer::runnable(h.s_)) futex_wait(c.writer_wait, armed);
     }
   };
   void thread_main() {
@@ -506,8 +501,8 @@ class Handle {
       store(stop_, 1u, release);
     }
     futex_wake_all(stop_);
-    futex_wake_all(s_.control().writer_wait);
-    futex_wake_all(s_.control().ready_wait);
+    wake_always(s_.control().writer_wait);
+    wake_always(s_.control().ready_wait);
     pthread_join(thread_, nullptr);
   }
   bool ready_locked() const { return built_.load(acquire); }

@@ -130,10 +130,18 @@ struct SignalsBlocked {  // around the start of a thread: it inherits the mask, 
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &old, nullptr); }
 };
 
-// The waker's half of "store the condition; fence(seq_cst); wake if armed". Bits, not counts: a killed sleeper leaves a bit
-// that costs one spurious wake. Pairs with arm → fence(seq_cst) → look again in every sleeper (tests/models/sleep.c).
-inline void wake_if_armed(u32 &word) {
-  if (load(word, relaxed) && exchange(word, 0u, relaxed)) futex_wake_all(word);
+// A wait word: bit 0 = somebody sleeps, the rest counts wakes. Sleeper: v = arm(); look again; futex_wait(word, v). Waker: store the
+// condition; fence(seq_cst); wake_if_armed() (tests/models/sleep.c). A wake changes the word, so it also reaches who armed before it
+// and has not slept yet, though another armed after it (limiter.pml -DONEBIT loses that one). Bits, not counts of sleepers: a
+// killed one leaves a bit that costs one spurious wake.
+inline u32 arm(u32 &word) {
+  const u32 armed = std::atomic_ref<u32>(word).fetch_or(1, relaxed) | 1;
+  fence(seq_cst);
+  return armed;
 }
+inline void wake_if_armed(u32 &word) {
+  if (u32 seen = load(word, relaxed); seen & 1 && compare_exchange(word, seen, seen + 1, relaxed)) futex_wake_all(word);
+}
+inline void wake_always(u32 &word) { fetch_add(word, 2u, seq_cst), futex_wake_all(word); }  // for what is not looked at again
 
 }  // namespace shmbuf

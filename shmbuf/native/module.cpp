@@ -559,6 +559,8 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.def("config_bytes", &config_bytes, "max_collectors"_a, "max_members"_a, "config_bytes"_a);
   m.def("bookkeeping_bytes", [](u64 capacity, bool trajectories) { return PriorityTree::bytes(capacity) + (trajectories ? Links::bytes(capacity) : 0); },
         "capacity"_a, "trajectories"_a);
+  m.def("ring_stride", [](u64 ring_bytes, bool trajectories) { return stride_of(ring_bytes, trajectories ? choose_stream_entries(ring_bytes) : 0); },
+        "ring_bytes"_a, "trajectories"_a);
   m.def("check_limiter", [](u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff, u64 record_rows, u64 batch, bool strict) {
     return int(check_limiter({num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0}, record_rows, batch, strict));
   }, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none(), "record_rows"_a, "batch"_a, "strict"_a);
@@ -640,6 +642,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
         bool ready = h->ready();
         d["ready"] = ready, d["row_bytes"] = ready ? x.built.row_bytes : 0, d["ring_bytes"] = ready ? x.built.ring_bytes : x.ring_bytes_asked;
         d["file_bytes"] = ready ? x.built.file_bytes : x.config_bytes, d["rings_offset"] = ready ? x.built.rings_offset : x.config_bytes;
+        d["tree_offset"] = ready ? x.built.tree_offset : x.config_bytes;
         return d;
       })
       .def("try_lock_build", [](const H &h) { Handle::Use use(*h); return h->try_lock_build(); })

@@ -200,8 +200,8 @@ class PriorityTree {
     if (keeps_max_ && !refresh_top(l, i)) refresh_top(l, i);
   }
   void refresh_above(u64 *at, u64 n) {  // scattered: each parent once
+    std::sort(at, at + n);
     for (u32 l = 0; l < levels_; ++l) {
-      std::sort(at, at + n);
       n = u64(std::unique(at, at + n) - at);
       for (u64 j = 0; j < n; ++j) {
         if (j + 4 < n) __builtin_prefetch(&level_[l][at[j + 4]], 1), prefetch_children(l, at[j + 4]);

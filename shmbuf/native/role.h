@@ -68,7 +68,7 @@ class WriterRole {
   // Somebody who sleeps shall look.
   void hand_over() {
     Control &c = s_.control();
-    if (load(c.writer_wait, relaxed)) return wake_if_armed(c.writer_wait);
+    if (load(c.writer_wait, relaxed) & 1) return wake_if_armed(c.writer_wait);
     u32 n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) wake_if_armed(s_.slot(i).wait);
   }

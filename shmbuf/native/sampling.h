@@ -78,7 +78,7 @@ template <class Host> class Sampling {
   // ---- drawing ----
   template <class Check>
   Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
-    return draw_with([&](Rng rng) { return UniformPick{s_, rng}; }, [&] { Window w = window(s_); return w.lo < w.hi; }, n, columns, n_columns, ids,
+    return draw_with([&](Rng rng) { return UniformPick{s_, rng}; }, [&] { Window w = window(s_); return w.lo < w.hi; }, [] { return false; }, n, columns, n_columns, ids,
                      deadline, may_wait, check);
   }
   struct Weighting { double beta; bool stratified, by_batch; };
@@ -88,7 +88,8 @@ template <class Host> class Sampling {
                           Check check) {
     if (h_.ready() && !keeps_priorities()) return Status::not_ready;
     auto any = [&] { return tree_.sum() > 0; };
-    Status out = draw_with([&](Rng rng) { return PriorityPick{s_, tree_, rng, weights, n, how.stratified}; }, any, n, columns, n_columns, ids,
+    auto all_zero = [&] { Window w = window(s_); return w.lo < w.hi && quiet() && !any(); };
+    Status out = draw_with([&](Rng rng) { return PriorityPick{s_, tree_, rng, weights, n, how.stratified}; }, any, all_zero, n, columns, n_columns, ids,
                            deadline, may_wait, check);
     if (out == Status::ok && n) weigh(weights, n, how);
     return out;
@@ -116,10 +117,9 @@ template <class Host> class Sampling {
       if (may()) continue;
       if (Status s = h_.abandoned(deadline, check); s != Status::ok) return s == Status::timeout ? Status::limited : s;
       u32 &word = h_.ready() ? s_.control().data_wait : s_.control().ready_wait;
-      store(word, 1u, relaxed);
-      fence(seq_cst);  // L3, pairs with publish() in transaction.h
+      const u32 armed = arm(word);  // L3, pairs with publish() in transaction.h
       if (h_.ready()) h_.help_until(may);
-      if (!may()) futex_wait(word, 1, deadline);
+      if (!may()) futex_wait(word, armed, deadline);
     }
   }
   void refund_samples(u64 n) { Limiter(s_.control().limiter).refund(n), wake_all(); }
@@ -139,9 +139,13 @@ template <class Host> class Sampling {
     return pick(0, n, ids);
   }
   SliceDraw choose_slices(const SliceOptions &o, u64 n, u64 *ids, u64 *lens) {
-    const Window w = window(s_);
     Rng rng{h_.next_seed()};
-    return Slices(Links(s_.links, s_.capacity), w.lo, w.hi).draw(rng, o, n, ids, lens);
+    for (int tries = 0;; ++tries) {
+      const Window w = window(s_);
+      const SliceDraw out = Slices(Links(s_.links, s_.capacity), w.lo, w.hi).draw(rng, o, n, ids, lens);
+      if (out.status != SliceStatus::none || tries == 100) return out;
+      if (const Window now = window(s_); now.lo == w.lo && now.hi == w.hi) return out;  // it is final
+    }
   }
   void walk_forward(const u64 *anchors, u64 n, u64 steps, u64 dilation, u64 *ids, u64 *lens) {
     const Window w = window(s_);
@@ -234,8 +238,8 @@ template <class Host> class Sampling {
  private:
   Priorities &words() const { return s_.control().priorities; }
 
-  template <class NewPick, class Any, class Check>
-  Status draw_with(NewPick new_pick, Any any, u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
+  template <class NewPick, class Any, class AllZero, class Check>
+  Status draw_with(NewPick new_pick, Any any, AllZero all_zero, u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
     if (h_.destroyed()) return Status::destroyed;  // a learner that only samples must hear of it, too
     if (!h_.ready()) return Status::empty;
     u64 patience = 0;
@@ -249,7 +253,7 @@ template <class Host> class Sampling {
       if (any()) continue;
       const Window w = window(s_);
       if (w.live_lo == w.hi) return Status::empty;
-      if (w.lo < w.hi && quiet() && !any()) return Status::no_priority;
+      if (all_zero()) return Status::no_priority;
       if (!patience) patience = std::max(deadline, now_ns() + 1'000'000'000);  // a transaction is short, unless its writer is stopped
       if (Status s = h_.abandoned(patience, check); s != Status::ok) return s;
       h_.nap(50'000);

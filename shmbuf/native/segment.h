@@ -52,12 +52,13 @@ inline u64 choose_ring_bytes(u64 asked, u64 row_bytes) {
 }
 // A sixteenth of the ring for the table of streams: 16,384 of them beside 4 MiB.
 constexpr u64 choose_stream_entries(u64 ring_bytes) { return std::max<u64>(ring_bytes / 16 / sizeof(Stream), 256); }
+constexpr u64 stride_of(u64 ring_bytes, u64 stream_entries) { return align_up(ring_bytes + stream_entries * sizeof(Stream), kPage); }
 struct BuildLayout {
   u64 schema, rows, tree, links, rings, ring_bytes, ring_stride, stream_entries, file;
   BuildLayout(const Header &h, u64 schema_bytes, u64 row_bytes, bool trajectories) {
     ring_bytes = choose_ring_bytes(h.ring_bytes_asked, row_bytes);
     stream_entries = trajectories ? choose_stream_entries(ring_bytes) : 0;
-    ring_stride = align_up(ring_bytes + stream_entries * sizeof(Stream), kPage);
+    ring_stride = stride_of(ring_bytes, stream_entries);
     schema = h.config_bytes;
     rows = align_up(schema + schema_bytes, kPage);
     tree = align_up(rows + h.capacity * row_bytes, kPage);
@@ -134,7 +135,7 @@ inline void describe(Segment &s, u8 *file) {  // where the built regions of a ch
   const Header &h = s.header();
   const Built &b = h.built;
   s.capacity = h.capacity, s.row_bytes = b.row_bytes, s.ring_bytes = b.ring_bytes;
-  s.ring_stride = align_up(b.ring_bytes + b.stream_entries * sizeof(Stream), kPage);
+  s.ring_stride = stride_of(b.ring_bytes, b.stream_entries);
   s.rows = file + b.rows_offset, s.tree = file + b.tree_offset, s.links = b.stream_entries ? file + b.links_offset : nullptr;
   s.rings = file + b.rings_offset;
 }

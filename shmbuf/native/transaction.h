@@ -169,7 +169,6 @@ class Writer {
       tree_.evict(next.base, s_.capacity);  // every leaf gets the generation to come
       store(c_.priorities.highest, 0u, relaxed);
     }
-    if (keeps_links()) links_.clear();
     for (u32 i = 0; i < slots_of(next); ++i)
       for (u64 at = entry(now, i).head; at < next.slot[i].head; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
   }
@@ -234,6 +233,7 @@ class Writer {
   void publish(const CommitBlock &b, const CommitBlock &before, bool redo) {
     if (b.kind == kPlanRows && keeps_links()) link_rows(before, b);
     store(c_.base, b.base, release);       // base before cursor: readers load cursor before base
+    if (b.kind == kPlanClear && keeps_links()) links_.clear();  // not before: rows in the window without ends would mislead
     FAILPOINT(post_base);
     store(c_.cursor, b.cursor, release);   // pairs with G1
     FAILPOINT(post_cursor);
@@ -266,20 +266,30 @@ class Writer {
     each_record(before, b, [&](u32 i, u64 at, Record &r, u64 first) {
       if (first == kDropped) return;
       const u64 incarnation = word_incarnation(load(s_.slot(i).word, relaxed)), streams = at + sizeof(Record) + r.n_rows * s_.row_bytes;
-      const u64 skipped = beyond(r.n_rows, s_.capacity), from = first + skipped;
+      const u64 skipped = beyond(r.n_rows, s_.capacity);
       auto *table = reinterpret_cast<Stream *>(s_.ring(i) + s_.ring_bytes);
-      auto stream = [&](u64 j) -> u64 {
-        if (built.trajectory.bytes) return hash_bytes(s_.row(from + j) + built.trajectory.offset, built.trajectory.bytes);
-        return r.flags & kStreams ? extra<u64>(i, streams + (skipped + j) * 8) : 0;
+      auto row = [&](u64 j) {  // of a record longer than the capacity the first rows were not stored, but move their streams on
+        return j >= skipped ? s_.row(first + j) : row_in_ring(i, at + sizeof(Record) + j * s_.row_bytes);
       };
-      cut += links_.append(table, built.stream_entries, span, from, r.n_rows - skipped,
-                           [&](u64 j) { return stream_key(incarnation, stream(j)); }, [&](u64 j) { return is_end(built, s_.row(from + j)); });
+      auto stream = [&](u64 j) -> u64 {
+        if (built.trajectory.bytes) return hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes);
+        return r.flags & kStreams ? extra<u64>(i, streams + j * 8) : 0;
+      };
+      cut += links_.append(table, built.stream_entries, span, first, r.n_rows, [&](u64 j) { return stream_key(incarnation, stream(j)); },
+                           [&](u64 j) { return is_end(built, row(j)); });
     });
     links_.settle();
     if (cut) bump(c_.streams_cut, cut);
     FAILPOINT(txn_linked);
   }
   static u64 stream_key(u64 incarnation, u64 stream) { return std::max<u64>(1, mix64(incarnation * 0x9e3779b97f4a7c15ull ^ mix64(stream))); }
+  const u8 *row_in_ring(u32 ring, u64 at) {
+    const u64 o = at & (s_.ring_bytes - 1), n = s_.row_bytes, whole = std::min(n, s_.ring_bytes - o);
+    if (whole == n) return s_.ring(ring) + o;
+    scratch_.resize(n);
+    std::memcpy(scratch_.data(), s_.ring(ring) + o, whole), std::memcpy(scratch_.data() + whole, s_.ring(ring), n - whole);
+    return scratch_.data();
+  }
   static u64 hash_bytes(const u8 *p, u64 n) {
     u64 h = n;
     for (u64 word; n; p += std::min<u64>(n, 8), n -= std::min<u64>(n, 8)) word = 0, std::memcpy(&word, p, std::min<u64>(n, 8)), h = mix64(h ^ word);
@@ -309,7 +319,9 @@ class Writer {
     return true;
   }
   void set_first_priorities(const CommitBlock &before, const CommitBlock &b) {
-    const float p = first_leaf(c_.priorities, Formula(c_.priorities), tree_);
+    const Formula formula(c_.priorities);
+    if (formula.live_maximum) tree_.refresh(before.cursor, b.cursor - before.cursor);  // of the rows that stay
+    const float p = first_leaf(c_.priorities, formula, tree_);
     float highest = 0;
     std::vector<float> given;
     each_record(before, b, [&](u32 i, u64 at, Record &r, u64 first) {
@@ -337,6 +349,7 @@ class Writer {
   Control &c_;
   PriorityTree tree_;
   Links links_;
+  std::vector<u8> scratch_;
 };
 
 // A consistent copy of the numbers of the truth, for people and len(); false if transactions outran it (try again).

@@ -122,9 +122,8 @@ struct Desk {  // one description and one role: what the threads of one handle s
       if (met()) return true;
       if (stopped()) return false;
       before();
-      store(word, 1u, relaxed);
-      fence(seq_cst);
-      if (!met()) futex_wait(word, 1);
+      const u32 armed = arm(word);
+      if (!met()) futex_wait(word, armed);
     }
   }
 };
@@ -140,9 +139,8 @@ static void writer(Desk &m, u64 life) {
       count(board->swept, Registry(m.s, m.fd).sweep(-1));
     }
     if (out == WriterRole::Outcome::worked) continue;
-    store(c.writer_wait, 1u, relaxed);
-    fence(seq_cst);
-    if (out == WriterRole::Outcome::busy || !Writer::runnable(m.s)) futex_wait(c.writer_wait, 1);
+    const u32 armed = arm(c.writer_wait);
+    if (out == WriterRole::Outcome::busy || !Writer::runnable(m.s)) futex_wait(c.writer_wait, armed);
   }
 }
 

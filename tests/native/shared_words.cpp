@@ -53,17 +53,6 @@ struct Shared {
 static Shared *w;
 static bool stopped() { return load(w->stop, acquire) != 0; }
 
-// A word to sleep on: bit 0 armed, above it how often it was woken, so that nobody who arms anew hides a wake-up from a third.
-static u32 arm(u32 &word) {
-  u32 v = std::atomic_ref<u32>(word).fetch_or(1, relaxed) | 1;
-  fence(seq_cst);
-  return v;
-}
-static void wake(u32 &word) {
-  u32 v = load(word, relaxed);
-  if (v & 1 && compare_exchange(word, v, v + 1, relaxed)) futex_wake_all(word);
-}
-
 // All bodies until the round is over, as threads, or as processes of which one is killed every few milliseconds.
 // progress: a word that must still be moving at the end.
 static void run(const std::vector<std::function<void(Rng &)>> &bodies, const u64 *progress = nullptr) {
@@ -78,7 +67,7 @@ static void run(const std::vector<std::function<void(Rng &)>> &bodies, const u64
     for (u64 i = 0, seen = progress ? load(*progress, relaxed) : 0; progress && load(*progress, relaxed) == seen; ++i, usleep(1000))
       CHECK(i < 10'000, "everybody sleeps: put %lu inserted %lu sampled %lu", w->put, w->inserted, w->limiter.sampled);
     store(w->stop, 1u, release);
-    for (u32 *word : {&w->data_wait, &w->writer_wait, &w->slot_wait}) fetch_add(*word, 2u, seq_cst), futex_wake_all(*word);
+    for (u32 *word : {&w->data_wait, &w->writer_wait, &w->slot_wait}) wake_always(*word);
     for (auto &t : threads) t.join();
     return;
   }
@@ -219,7 +208,7 @@ static void limiter_sleepers() {
   auto sleep = [](u32 &word, u32 v) {
     if (!stopped()) futex_wait(word, v, kForever, kLong);
   };
-  auto hand_over = [] { wake(load(w->writer_wait, relaxed) & 1 ? w->writer_wait : w->slot_wait); };
+  auto hand_over = [] { wake_if_armed(load(w->writer_wait, relaxed) & 1 ? w->writer_wait : w->slot_wait); };
   auto runnable = [&](Limiter &l) { return load(w->put, acquire) != inserted() && l.admit(inserted()); };
   auto help = [&](Limiter &l, auto enough) {
     for (;;) {
@@ -228,7 +217,7 @@ static void limiter_sleepers() {
       while (!(met = enough()) && load(w->put, acquire) != inserted() && l.admit(inserted())) {
         store(w->inserted, w->inserted + 1, release);
         fence(seq_cst);
-        wake(w->data_wait), wake(w->slot_wait);
+        wake_if_armed(w->data_wait), wake_if_armed(w->slot_wait);
       }
       role.store(false, release);
       fence(seq_cst);
@@ -243,7 +232,7 @@ static void limiter_sleepers() {
       if (room()) {
         store(w->put, w->put + 1, release);
         fence(seq_cst);
-        wake(w->writer_wait);
+        wake_if_armed(w->writer_wait);
         continue;
       }
       help(l, room);

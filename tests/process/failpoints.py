@@ -49,7 +49,7 @@ def actor(name: str, acks_path: str, spec: str, first: int, late: bool = False) 
     assert late or native.arm(spec)
     k = first
     for n in (1, LARGEST, 4, 7, 2):
-        if buffer.schema is None:  # the first put builds it: it has no streams to name before
+        if buffer.schema is None:  # the first put builds it, and cannot name a stream: it is 0
             buffer.put(rows(1, k, n))
         else:
             put(buffer, 1, k, n, priorities=1.0 + np.arange(n) if n % 2 else None)
@@ -118,7 +118,8 @@ def successor(name: str, acks_path: str) -> None:
     """Another process goes on: reads, puts, drains, updates, samples, claims; nothing may hang or be wrong."""
     acks = oracle.Acks(acks_path).counts
     buffer = Buffer.attach(name)
-    assert len(buffer.extend(rows(100, 0, 5), timeout=20)) == 5
+    five = rows(100, 0, 5)
+    assert len(buffer.extend(five, stream=oracle.stream_of(100, five["k"]), timeout=20)) == 5
     acks[100] = 5
     oracle.check_rows(buffer.draw(50)[0])
     buffer.keep_priorities(ALPHA, EPS)
@@ -184,8 +185,8 @@ def run(name: str, how: str, hit: int, directory: str, *, kill_successor: bool =
             assert creator._handle.check_tree() == 0, where
             oracle.check_links(creator, True, None)
         else:
-            cuts = None if name.startswith((*RECYCLES, "build_")) or kill_successor else 0
-            oracle.check(creator, acks.counts, LARGEST, whole=True, streams=not name.startswith("build_"), cuts=cuts)
+            cuts = None if name.startswith(RECYCLES) or kill_successor else 0
+            oracle.check(creator, acks.counts, LARGEST, whole=True, streams=True, cuts=cuts)
         for c in creator.collectors():
             assert c["state"] != "dead" or c["ring_used"] == 0, (where, c)
         return True

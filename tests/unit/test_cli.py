@@ -185,9 +185,9 @@ def test_show_json_is_complete(name, shminfo_json):
             "full": "block", "timeout": 2.5, "drain": "caller", "class": None, "batch_size": None, "sampler": None,
             "sampler_arguments": {}, "priority_key": None, "pin_memory": None, "max_collectors": 8,
             "max_members": info["settings"]["max_members"], "ring_bytes": 1 << 16}
-        part = info["segment"]
-        assert (part["rings_bytes"], part["rings_allocated_bytes"], part["rings_in_use"]) == (8 << 16, 2 << 16, 2)
-        assert part["file_bytes"] == sum(part[f"{k}_bytes"] for k in ("configuration", "schema", "rows", "rings"))
+        part, stride = info["segment"], native.ring_stride(1 << 16, True)
+        assert (part["rings_bytes"], part["rings_allocated_bytes"], part["rings_in_use"]) == (8 * stride, 2 * stride, 2)
+        assert part["file_bytes"] == sum(part[f"{k}_bytes"] for k in ("configuration", "schema", "rows", "bookkeeping", "rings"))
         assert {m["pid"]: (m["roles"], m["alive"]) for m in info["members"]} == {
             os.getpid(): (["creator", "collector"], True), other.pid: (["collector"], True)}
         assert all(m["process_state"] in "RSD" for m in info["members"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from shmbuf import ShmStorage, TensorDictReplayBuffer, storage
 from shmbuf.errors import SchemaError
-from shmbuf.schema import DTYPES
+from shmbuf.schema import DTYPES, nest
 from tests.unit.helpers_torch import bits, rows, same
 
 N = 3
@@ -185,3 +187,60 @@ def test_a_buffer_works_both_ways(way, monkeypatch):
         with pytest.raises(SchemaError, match="share memory"):
             rb.sample(out=TensorDict({**out, "obs": out["next", "obs"]}, [4]))
         assert len(rb) == 6
+
+
+# ---- samples are put together without TensorDict's constructor -------------------------------------------------------
+
+KEYS = [
+    (("a",),),
+    (("next", "obs"), ("a",), ("next", "deep", "x"), ("b",), ("next", "done")),
+    (("x", "x", "x"), ("x", "y")),
+]
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_tree_holds_each_leaf_under_its_key(keys):
+    leaves = [torch.full((2, 1), i) for i in range(len(keys))]
+    got = storage.make_tensordict(storage.tree_of(keys), leaves, torch.Size((2,)))
+    made = TensorDict(nest(keys, leaves), [2])
+    assert list(got.keys(True)) == list(made.keys(True)) and same(got, made)
+    assert all(got[key] is leaf for key, leaf in zip(keys, leaves, strict=True))
+
+
+def test_of_two_leaves_of_one_key_the_later_is_shown():
+    first, second = torch.zeros(2), torch.ones(2)
+    got = storage.make_tensordict(
+        storage.tree_of((("index",), ("k",), ("index",))), [first, first, second], torch.Size((2,))
+    )
+    assert list(got.keys()) == ["index", "k"] and got["index"] is second and got["k"] is first
+
+
+@pytest.mark.parametrize("way", ["_wrap", "_constructed"])
+def test_a_sample_is_an_ordinary_tensordict(way, monkeypatch):
+    monkeypatch.setattr(storage, "_wrap", getattr(storage, way))
+    with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller"), batch_size=4) as rb:
+        rb.extend(rows(0, 5))
+        batch = rb.sample()
+        made = TensorDict(batch.to_dict(), batch_size=[4])
+        assert vars(batch).keys() == vars(made).keys() and vars(batch["next"]).keys() == vars(made["next"]).keys()
+        assert batch.device is None and not batch.is_locked and batch.names == [None]
+        for change in (
+            lambda td: td.clone(),
+            lambda td: td[1:3],
+            lambda td: td.reshape(2, 2),
+            lambda td: torch.cat([td, td]),
+            lambda td: td.flatten_keys("."),
+            lambda td: td.to(torch.float64),
+            lambda td: pickle.loads(pickle.dumps(td)),
+            lambda td: td.set("new", torch.zeros(4)),
+            lambda td: td.set(("next", "new"), torch.zeros(4)),
+            lambda td: td.del_("obs"),
+            lambda td: td.apply(lambda t: t + 1),
+        ):
+            assert same(change(batch), change(made))
+        locked = batch.lock_()
+        with pytest.raises(RuntimeError):
+            locked["next"]["obs2"] = torch.zeros(4)
+        batch.unlock_()
+        batch["k"].untyped_storage().resize_(800)
+        assert batch["k"].resize_(100).shape == (100,) and not batch["next", "obs"].requires_grad
