@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -323,6 +324,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def arguments(self) -> dict[str, Any]:
         kept = {k: v for k, v in super().arguments().items() if k not in ("pad_output", "span", "by")}
         return {**kept, "drop_last": self.drop_last, "shuffle": self.shuffle}
+
+    def __reduce__(self) -> tuple:  # a copy begins with a pass of its own
+        return functools.partial(type(self), **self.arguments()), ()
 
     def _begin(self, buffer: Buffer, rng: np.random.Generator) -> None:
         ends = np.asarray(buffer._call("trajectories")[0], np.int64)
