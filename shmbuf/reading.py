@@ -13,7 +13,7 @@ from shmbuf import failures
 from shmbuf._extension import native
 from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
-from shmbuf.limiter import Scaled, Words, figures, from_now_on, limiter_of, scaled, waiting_text
+from shmbuf.limiter import Scaled, Words, collectors_text, figures, from_now_on, limiter_of, scaled, waiting_text
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -260,11 +260,13 @@ class Reading(Attachment):
             have = len(self)
             if have >= n:  # they came between the last look and this one
                 return
+            limited = collectors_text(self._call("limiter", 1))
             raise NotEnoughRows(
                 f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
                 + (f" after {seconds:g} s" if seconds else "; timeout= waits for them")
                 if not have
                 else f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)"
+                + (f"; {limited}" if limited else "")
             )
         if status != "ok":
             raise StorageLost(f"buffer {self.name!r} was {status} while waiting for rows")

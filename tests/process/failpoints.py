@@ -5,6 +5,7 @@ Run with SHMBUF_NATIVE=failpoints in an interpreter without threads: `python -m 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 
 from shmbuf import Buffer, RateLimiter, destroy, segment
 from shmbuf._extension import native
+from shmbuf.errors import Lapped
 from tests import oracle
 from tests.process import workers
 
@@ -232,6 +234,38 @@ def reads_go_on(creator: Buffer, update: bool) -> None:
             assert creator.set_priorities(range(lo, hi), 3.0).all()
             oracle.check_rows(creator.draw_by_priority(8)[0])
     creator.stats(), creator.collectors(), creator.members()
+
+
+def stopped_while_all_rows_are_overwritten() -> None:
+    """Nothing can be drawn by priority meanwhile: the reader says so when its time is over, and goes on when the writer does."""
+    name = f"fp.{os.getpid()}.overwritten"
+    creator = Buffer.create(name, 4, schema=oracle.SCHEMA, drain="caller")
+    creator.keep_priorities(ALPHA, EPS)
+    creator.extend(oracle.make_rows(0, 0, 4))
+
+    def write() -> None:
+        assert native.arm("txn_evicted=stop@1")
+        Buffer.attach(name).extend(oracle.make_rows(0, 4, 4))
+
+    def read() -> None:
+        try:
+            Buffer.attach(name).draw_by_priority(2, timeout=0.1)
+        except Lapped:
+            return
+        raise AssertionError("drew rows that are being overwritten")
+
+    writer = workers.fork(write)
+    try:
+        assert os.WIFSTOPPED(wait(writer, stopped=True))
+        assert wait(workers.fork(read), seconds=10) == 0
+        os.kill(writer, signal.SIGCONT)
+        assert wait(writer) == 0
+        assert set(creator.draw_by_priority(64)[1].tolist()) == {4, 5, 6, 7}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer, signal.SIGKILL)
+        creator.close()
+        destroy(name, force=True)
 
 
 def wait(pid: int, stopped: bool = False, seconds: float = 30) -> int:

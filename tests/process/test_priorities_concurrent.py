@@ -125,7 +125,7 @@ def begin(name: str, live_maximum: bool) -> Buffer:
     return buffer
 
 
-def supervise(name: str, directory: str, kills: int, seconds: float) -> None:
+def supervise(name: str, directory: str, kills: int) -> None:
     """In a fresh interpreter, without threads of its own: it forks."""
     rng, stop, log = random.Random(4), workers.ForkedEvent(), Log(f"{directory}/log")
     acks = oracle.Acks(f"{directory}/acks")
@@ -135,8 +135,8 @@ def supervise(name: str, directory: str, kills: int, seconds: float) -> None:
     reader = workers.fork(learn, name, stop)
     owners = [workers.fork(own, name, log.path, me, me, stop) for me in range(OWNERS)]
     drainer = workers.fork(workers.drain, name)
-    done, deadline = 0, time.monotonic() + seconds
-    while done < kills if kills else time.monotonic() < deadline:
+    done = 0
+    while done < kills if kills else buffer.window[0] < 8 * CAPACITY or log.counts.min() < 100:
         time.sleep(rng.random() * 0.02)
         if kills:
             me = rng.randrange(OWNERS)
@@ -153,10 +153,8 @@ def supervise(name: str, directory: str, kills: int, seconds: float) -> None:
         buffer._handle.scrub()
     else:  # what they were told adds up
         assert (has["applied"], has["stale"]) == tuple(log.counts.sum(axis=0))
-        assert (log.counts > 0).all(), log.counts
     judge(buffer, log)
     oracle.check(buffer, acks.counts, 12)
-    assert buffer.window[0] > 10 * CAPACITY or kills, buffer.window
     print(f"kills={done} end={buffer.window[1]} applied={has['applied']} stale={has['stale']} scrubs={has['scrubs']}")
     buffer.close()
     destroy(name, force=True)
@@ -166,7 +164,7 @@ def supervise(name: str, directory: str, kills: int, seconds: float) -> None:
 def test_each_leaf_is_the_last_that_its_owner_set(unique_name, tmp_path, kills):
     out = run_supervisor(
         "from tests.process.test_priorities_concurrent import supervise; "
-        f"supervise({unique_name!r}, {str(tmp_path)!r}, {kills}, 4)"
+        f"supervise({unique_name!r}, {str(tmp_path)!r}, {kills})"
     )
     assert f"kills={kills} " in out
 

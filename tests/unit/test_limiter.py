@@ -134,6 +134,13 @@ def test_a_collector_is_told_that_samplers_are_awaited(small):
     assert buf.limiter is None
 
 
+def test_who_waits_for_rows_that_are_held_up_is_told(small):
+    buf = small(Queue(3))
+    fill(buf, 10)
+    with pytest.raises(NotEnoughRows, match=r"holds 3 rows, 5 are needed \(after 0\.05 s\); collectors wait for samplers"):
+        buf.wait_rows(5, 0.05)
+
+
 def test_without_a_limiter_the_drainer_is_blamed(small):
     buf = small(MinSize(3), ring_bytes=RING)
     with stuck_drainer(buf.name), pytest.raises(RingFull, match="holds the writer role"):

@@ -60,9 +60,11 @@ def test_only_fresh_rows_are_drawn(make, dtype, shape):
 @pytest.mark.parametrize("how", ["rejection", "scan"])
 @pytest.mark.parametrize("weights", [None, "uniform", lambda s: (s + 1) ** -2, "cut"], ids=["default", "uniform", "own", "cut"])
 def test_how_often(make, how, weights, monkeypatch):
+    monkeypatch.setattr(module, "LEAST", 0 if how == "scan" else 10**7)
     if how == "scan":
-        monkeypatch.setattr(module, "LEAST", 0)
         monkeypatch.setattr(module, "SHARE", 0.0)
+    elif not callable(weights):
+        monkeypatch.setattr(module._Draw, "_scan", None)
     cut = 4 if weights == "cut" else -1
     sampler = StalenessAwareSampler(cut, "uniform" if weights == "cut" else weights)
     rb = make(sampler, versions(*range(8)))

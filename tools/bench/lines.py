@@ -165,7 +165,7 @@ def _prioritised(results: Results, settings: Settings) -> Iterator[Line]:
 
     rates = {n: results.get(f"learners/{row.name}/{n}/{OURS}") for n in (1, 2, 4)}
     for n, least in ((1, None), (2, 1.6), (4, 0.9)):
-        half = f"{_count(n // 2, 'learner')}'s"
+        half = _count(n // 2, "learner")
         goal = Goal(f"≥ {least} x {half}", over(rates[n], rates[n // 2]), f"x {half}", least=least) if least else None
         yield Line(
             f"sample + update, {_count(n, 'learner')}", "calls/s", rates[n], {}, goal, errors=f"learners/{row.name}"
