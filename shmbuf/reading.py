@@ -61,17 +61,18 @@ class Reading(Attachment):
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
         ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
-        ``limiter``: None, or its parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a
+        ``streams_cut`` (trajectories ended because a collector's table of streams was full);
+        ``priorities``: None, or ``alpha``, ``eps``, ``sum`` and ``min`` of the leaves, ``new_row`` (the priority it gets),
+        ``applied`` and ``stale`` updates, ``scrubs`` (after an updater's death); ``limiter``: None, or its parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a
         batch of 1; ``collectors_wait``; ``text``).
         """
-        c, rings = self._call("counters"), self._call("collectors")
+        c = self._call("counters")
         return {
             **c,
-            "ring_used_bytes": sum(r["ring_used"] for r in rings),
-            "ring_fill": max((r["ring_used"] / r["ring_bytes"] for r in rings), default=0.0),
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,
+            "priorities": self._get("priorities"),
             "limiter": figures(self._call("limiter", 1)),
         }
 
