@@ -4,15 +4,20 @@ VENV   ?= .venv
 PY      = $(VENV)/bin/python
 PIP     = $(PY) -m pip install -q --disable-pip-version-check
 BENCH   = .venv-bench
+COMPAT  = .venv-torchrl
 ARGS   ?=
 
-.PHONY: demo test bench build lint models aarch64 native soak wheel clean
+.PHONY: demo test compat bench build lint models aarch64 native soak wheel clean
 
 demo: $(VENV)/.built  ## 4 collectors, one learner: DQN on CartPole until the return is 400
 	$(PY) examples/dqn_cartpole.py $(ARGS)
 
 test: $(VENV)/.built  ## the whole suite
 	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(if $(ARGS),,$(MAKE) compat)
+
+compat: $(COMPAT)/.built  ## TorchRL beside us, as an oracle
+	$(COMPAT)/bin/python -m pytest tests/compat $(ARGS)
 
 bench: $(BENCH)/.built  ## peers and limits side by side in one run
 	$(BENCH)/bin/python -m tools.bench $(ARGS)
@@ -38,7 +43,7 @@ wheel: $(VENV)/.made
 	$(PY) -m pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf build dist $(VENV) $(BENCH) tests/native/out
+	rm -rf build dist $(VENV) $(BENCH) $(COMPAT) tests/native/out
 
 SOURCES = $(wildcard shmbuf/native/*.h shmbuf/native/*.cpp) CMakeLists.txt pyproject.toml requirements/dev.txt
 NATIVE  = -C build-dir=build/dev -C cmake.define.SHMBUF_FAILPOINTS=ON -C cmake.define.SHMBUF_WERROR=$(if $(CI),ON,OFF)
@@ -54,6 +59,14 @@ $(VENV)/.built: $(VENV)/.made $(SOURCES)
 	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples]'
 	touch $@
 
+# TorchRL wants an older tensordict than we do: these few packages in an environment of their own, over all that is in $(VENV).
+SITE = -c "import site; print(site.getsitepackages()[0])"
+$(COMPAT)/.built: requirements/torchrl.txt | $(VENV)/.built
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/torchrl.txt
+	echo "import site; site.addsitedir('$$($(PY) $(SITE))')" > "$$($(COMPAT)/bin/python $(SITE))/development.pth"
+	touch $@
+
 # Peers have an environment of their own; reverb's TensorFlow needs NumPy 1, so another again (a dash in the table if it fails).
 BPIP = $(BENCH)/bin/python -m pip install -q --disable-pip-version-check
 $(BENCH)/.peers: tools/bench/requirements.txt tools/bench/requirements-reverb.txt
@@ -62,7 +75,7 @@ $(BENCH)/.peers: tools/bench/requirements.txt tools/bench/requirements-reverb.tx
 	$(BPIP) -r tools/bench/requirements.txt
 	-$(PYTHON) -m venv $(BENCH)/reverb && $(BENCH)/reverb/bin/python -m pip install -q -r tools/bench/requirements-reverb.txt
 	touch $@
-$(BENCH)/.built: $(BENCH)/.peers $(SOURCES) $(wildcard shmbuf/*.py)
+$(BENCH)/.built: $(BENCH)/.peers $(SOURCES) $(wildcard shmbuf/*.py shmbuf/samplers/*.py)
 	$(BPIP) .
 	$(BPIP) --force-reinstall --no-deps .
 	touch $@

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class EpochReader:
             out, ids = [a[order] for a in out], ids[order]
         return nest(buffer._schema.keys, out), ids  # type: ignore[union-attr]
 
-    def draw_into(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def draw_into(self, n: int, fetch: Fetch, timeout: float | None = 0.0) -> tuple[np.ndarray, np.ndarray | None]:
         """For the floors above: int64[n] ids and the order in which fetched rows make the batch: None: as they are."""
         if self.shared and self.buffer._readonly:
             raise PermissionError(
@@ -99,9 +99,6 @@ class EpochReader:
         if n == 0:
             return np.empty(0, np.int64), None
         return self._of_epoch(n, fetch, timeout) if self.times is None else self._of_new(n, fetch, timeout)
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("draw(n) gives a batch; ran_out says whether it was the last of its epoch")
 
     def _of_epoch(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
         """All of one claim; what is overwritten meanwhile is replaced by more of the same epoch, as far as it goes."""
@@ -160,6 +157,7 @@ class EpochReader:
         with self._alone():
             if self._fresh and self.seed is None:
                 self._order = int(self.buffer.generator().integers(1 << 63))
+                self._own.state = (0, 0)  # type: ignore[union-attr]  # the order follows from the seed and the rows alone
             seed = (self._order if self.seed is None else self.seed) % 2**64
             got, ended = self.buffer._call("claim", self._own, self._which, n, seed, *options)
             self._fresh = ended
@@ -255,7 +253,7 @@ class _Batch:
     """A batch that fills up: claimed ids go to the places that are still missing."""
 
     def __init__(self, n: int):
-        self.ids, self.done = np.zeros(n, np.int64), np.ones(n, np.uint8)
+        self.ids, self.done = np.empty(n, np.int64), np.zeros(n, np.uint8)
         self.missing = np.arange(n)
         self.claimed = 0  # by the last take()
         self._takes = 0
@@ -266,6 +264,15 @@ class _Batch:
 
     def take(self, claim: Callable[[int, np.ndarray, bool], tuple[int, bool]], fetch: Fetch, drop_last: bool) -> bool:
         """Claim as many as are missing, copy them; returns whether that was the end of the epoch."""
+        if self.fresh:  # the usual case: all at once
+            self.claimed, ended = claim(len(self.ids), self.ids, drop_last)
+            if self.claimed:
+                self._takes = 1
+                self.done[self.claimed :] = 1  # not to be fetched
+                fetch(self.ids, self.done)
+                self.done[self.claimed :] = 0
+                self.missing = (self.done == 0).nonzero()[0]
+            return ended
         more = np.empty(len(self.missing), np.int64)
         self.claimed, ended = claim(len(more), more, drop_last)
         if not self.claimed:
@@ -273,11 +280,10 @@ class _Batch:
         self._takes += 1
         places, rest = self.missing[: self.claimed], self.missing[self.claimed :]
         self.ids[places] = more[: self.claimed]
-        self.done[places] = 0  # all others: not to be fetched
+        self.done[rest] = 1
         fetch(self.ids, self.done)
-        gone = places[self.done[places] == 0]
-        self.done[gone] = 1
-        self.missing = np.sort(np.concatenate((gone, rest)))
+        self.done[rest] = 0
+        self.missing = (self.done == 0).nonzero()[0]
         return ended
 
     def order(self, *, sort: bool) -> np.ndarray | None:

@@ -61,18 +61,21 @@ class Reading(Attachment):
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
         ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
-        ``streams_cut`` (trajectories ended because a collector's table of streams was full);
-        ``priorities``: None, or ``alpha``, ``eps``, ``sum`` and ``min`` of the leaves, ``new_row`` (the priority it gets),
-        ``applied`` and ``stale`` updates, ``scrubs`` (after an updater's death); ``limiter``: None, or its parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a
-        batch of 1; ``collectors_wait``; ``text``).
+        ``streams_cut`` (trajectories ended because a collector's table of streams was full); ``priorities_set``,
+        ``priorities_stale`` (dropped, the row was overwritten); ``priorities``: None, or ``alpha``, ``eps``, ``sum`` and ``min``
+        of the leaves, ``new_row`` (the priority it gets), ``scrubs`` (after an updater's death); ``limiter``: None, or its
+        parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a batch of 1;
+        ``collectors_wait``; ``text``).
         """
-        c = self._call("counters")
+        c, p = self._call("counters"), self._get("priorities")
         return {
             **c,
+            "priorities_set": p["applied"] if p else 0,
+            "priorities_stale": p["stale"] if p else 0,
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,
-            "priorities": self._get("priorities"),
+            "priorities": p,
             "limiter": figures(self._call("limiter", 1)),
         }
 

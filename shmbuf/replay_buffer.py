@@ -70,7 +70,7 @@ class ReplayBuffer:
         self._storage = storage if storage is not None else ShmStorage(1000)
         self._sampler = _checked_sampler(sampler) if sampler is not None else RandomSampler()
         self._sampler.check_capacity(self._storage.max_size)
-        self._unit = checked_unit(sample_unit)
+        self._unit = None if sample_unit is None else checked_unit(sample_unit)
         for part in (self._sampler, self._unit):
             if part is not None:
                 self._storage.suggest(part.trajectory_settings())
@@ -478,8 +478,10 @@ class ReplayBuffer:
         self.close()
 
     def __reduce__(self) -> tuple:
-        sampler = [self._sampler.name, self._sampler.arguments()]
-        return _unpickle, (type(self), self.buffer, {"batch_size": self._batch_size, "sampler": sampler})
+        own: dict[str, Any] = {"batch_size": self._batch_size, "sampler": [self._sampler.name, self._sampler.arguments()]}
+        if self._unit is not None:
+            own["sample_unit"] = [self._unit.name, self._unit.arguments()]
+        return _unpickle, (type(self), self.buffer, own)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.buffer!r}, sampler={self._sampler!r}, batch_size={self._batch_size})"
@@ -535,7 +537,7 @@ def _plain(t: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def _checked_sampler(sampler: Any) -> Sampler:
-    if not isinstance(sampler, tuple(SAMPLERS.values())):
+    if not isinstance(sampler, Sampler) or not isinstance(sampler, tuple(SAMPLERS.values())):
         known = ", ".join(c.__name__ for c in SAMPLERS.values())
         raise TypeError(f"sampler is one of {known}, not {type(sampler).__name__}")
     return sampler
@@ -560,6 +562,7 @@ def attach(
     readonly: bool = False,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
+    sample_unit: SampleUnit | None = None,
     seed: int | None = None,
     timeout: float | None = 0.0,
 ) -> ReplayBuffer:
@@ -568,7 +571,7 @@ def attach(
     Args:
         owner: uid of another user whose buffer it is, if its mode lets this one in.
         readonly: map it read-only: sampling and looking only.
-        batch_size, sampler, seed: of this handle only.
+        batch_size, sampler, sample_unit, seed: of this handle only.
         timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
 
     Raises:
@@ -585,4 +588,6 @@ def attach(
     own: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
     if sampler is not None:
         own["sampler"] = [_checked_sampler(sampler).name, sampler.arguments()]
+    if sample_unit is not None:
+        own["sample_unit"] = [checked_unit(sample_unit).name, sample_unit.arguments()]
     return cls._over(buffer, {**face, **own, "seed": seed})

@@ -179,8 +179,7 @@ class ShmStorage:
             the first `extend` or `put` of any process decides.
         device: ``"cpu"``.
         ndim: 1.
-        max_collectors, ring_bytes, full, timeout, mode, group, drain, exists, trajectories, traj_key, end_keys: see
-            `Buffer.create`. What is left out of the last three, the sampler says.
+        trajectories, traj_key, end_keys (default: what the sampler says), and the others: see `Buffer.create`.
 
     The segment is made when a replay buffer takes the storage, or at the first use of :attr:`buffer`.
     """
@@ -226,9 +225,7 @@ class ShmStorage:
             group=group,
             drain=drain,
             exists=exists,
-            trajectories=trajectories,
-            traj_key=traj_key,
-            end_keys=end_keys,
+            **{"trajectories": trajectories, "traj_key": traj_key, "end_keys": end_keys},
         )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None

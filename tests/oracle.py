@@ -96,7 +96,9 @@ def check_links(buffer: Buffer, streams: bool, cuts: int | None = 0) -> None:
         assert t[0] == first - lo and t[-1] == end - lo, (end, first, t)
         seen[t] += 1
         for a, b in zip(t[:-1].tolist(), t[1:].tolist(), strict=True):
-            assert following.get(a) == b, f"row {a} of stream {who[a], stream[a]} is followed by {b}, not {following.get(a)}"
+            assert following.get(a) == b, (
+                f"row {a} of stream {who[a], stream[a]} is followed by {b}, not {following.get(a)}"
+            )
         assert not done[t[:-1]].any(), f"trajectory {first} to {end} goes on after an end"
         cut += not done[t[-1]] and int(t[-1]) in following
     assert (seen == 1).all(), f"rows {np.flatnonzero(seen != 1)[:9] + lo} lie in {seen[seen != 1][:9]} trajectories"

@@ -162,11 +162,21 @@ nb::tuple choose_slices(const H &h, u64 n, u64 length, bool strict, bool by_star
   Status s = out.status == SliceStatus::ok ? Status::ok : out.status == SliceStatus::lapped ? Status::lapped : Status::too_short;
   return nb::make_tuple(int(s), out.longest);
 }
-bool walk_forward(const H &h, u64 anchors, u64 n, u64 steps, u64 dilation, u64 ids, u64 lens) {
+bool keeps_links(const H &h) { return h->ready() && h->segment().links; }
+bool walk(const H &h, u64 anchors, u64 n, u64 steps, u64 dilation, bool backward, u64 ids, u64 lens) {
   Handle::Use use(*h);
-  if (!h->ready() || !h->segment().links) return false;
-  h->sampling().walk_forward(reinterpret_cast<const u64 *>(anchors), n, steps, dilation, reinterpret_cast<u64 *>(ids), reinterpret_cast<u64 *>(lens));
+  if (!keeps_links(h)) return false;
+  h->sampling().slices().walk(reinterpret_cast<const u64 *>(anchors), n, steps, dilation, backward, reinterpret_cast<u64 *>(ids),
+                              reinterpret_cast<u64 *>(lens));
   return true;
+}
+u64 trajectory_rows(const H &h, u64 end) {
+  Handle::Use use(*h);
+  return keeps_links(h) ? h->sampling().slices().rows(end) : 0;
+}
+bool stretch(const H &h, u64 end, u64 back, u64 length, u64 ids) {
+  Handle::Use use(*h);
+  return keeps_links(h) && h->sampling().slices().stretch(end, back, length, reinterpret_cast<u64 *>(ids));
 }
 struct PrivateEpoch { Pair word{}; };  // of one reader; (low, high) saves it
 // Positions of the epoch as ids, at most n: (how many, whether they end the epoch).
@@ -179,21 +189,22 @@ nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool 
   c.ids(reinterpret_cast<u64 *>(ids));
   return nb::make_tuple(c.n, c.ran_out);
 }
-// The ends of all live trajectories, oldest first, and of each the first live row and how many rows lie between: three lists.
+// Of all live trajectories: last rows, first live rows, how many rows, flags (1: its beginning is gone, 2: it has ended).
 nb::tuple trajectories(const H &h) {
   Handle::Use use(*h);
-  std::vector<u64> end, first, flags;
-  if (h->ready() && h->segment().links) {
+  std::vector<u64> end, first, rows, flags;
+  if (keeps_links(h)) {
     const Window w = window(h->segment());
     Links links(h->segment().links, h->segment().capacity);
     links.for_each_end(w.lo, w.hi, [&](u64 id) {
       const u64 from = links.first_live(id, w.lo);
       if (from == kNoRow) return;
       const bool head_missing = links.step(from) || links.flags(from) & Link::kHeadMissing;
-      end.push_back(id), first.push_back(from), flags.push_back(u64(head_missing) | u64((links.flags(id) & Link::kEnd) != 0) << 1);
+      end.push_back(id), first.push_back(from), rows.push_back(u64(links.step(id)) - links.step(from) + 1);
+      flags.push_back(u64(head_missing) | u64((links.flags(id) & Link::kEnd) != 0) << 1);
     });
   }
-  return nb::make_tuple(end, first, flags);
+  return nb::make_tuple(end, first, rows, flags);
 }
 // ids of the trajectory that ends with `end`, oldest first.
 std::vector<u64> trajectory(const H &h, u64 end) {
@@ -242,7 +253,9 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("choose_by_priority", &choose_by_priority, "n"_a, "stratified"_a, "ids"_a, "leaves"_a)
       .def("weigh", &weigh, "leaves"_a, "n"_a, "beta"_a, "by_batch"_a)
       .def("choose_slices", &choose_slices, "n"_a, "length"_a, "strict"_a, "by_start"_a, "left"_a, "right"_a, "ids"_a, "lens"_a)
-      .def("walk_forward", &walk_forward, "anchors"_a, "n"_a, "steps"_a, "dilation"_a, "ids"_a, "lens"_a)
+      .def("walk", &walk, "anchors"_a, "n"_a, "steps"_a, "dilation"_a, "backward"_a, "ids"_a, "lens"_a)
+      .def("trajectory_rows", &trajectory_rows, "end"_a)
+      .def("stretch", &stretch, "end"_a, "back"_a, "length"_a, "ids"_a)
       .def("share_epoch", [](const H &h, u32 which, u64 options) {
         Handle::Use use(*h);
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");

@@ -147,9 +147,9 @@ template <class Host> class Sampling {
       if (const Window now = window(s_); now.lo == w.lo && now.hi == w.hi) return out;  // it is final
     }
   }
-  void walk_forward(const u64 *anchors, u64 n, u64 steps, u64 dilation, u64 *ids, u64 *lens) {
+  Slices slices() const {
     const Window w = window(s_);
-    Slices(Links(s_.links, s_.capacity), w.lo, w.hi).walk_forward(anchors, n, steps, dilation, ids, lens);
+    return Slices(Links(s_.links, s_.capacity), w.lo, w.hi);
   }
   // Shared: word is one of the segment's; options that differ from those of the first user are refused.
   bool share_epoch(u32 which, u64 options) {

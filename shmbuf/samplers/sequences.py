@@ -342,8 +342,8 @@ class NStep(SampleUnit):
 UNITS: dict[str, type[SampleUnit]] = {c.name: c for c in (Transition, Sequence, NStep)}
 
 
-def checked_unit(unit: Any) -> SampleUnit | None:
-    if unit is not None and type(unit) not in UNITS.values():
+def checked_unit(unit: Any) -> SampleUnit:
+    if not isinstance(unit, SampleUnit) or not isinstance(unit, tuple(UNITS.values())):
         known = ", ".join(c.__name__ for c in UNITS.values())
         raise TypeError(f"sample_unit is one of {known}, not {type(unit).__name__}")
     return unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -324,6 +325,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         kept = {k: v for k, v in super().arguments().items() if k not in ("pad_output", "span", "by")}
         return {**kept, "drop_last": self.drop_last, "shuffle": self.shuffle}
 
+    def __reduce__(self) -> tuple:  # a copy begins with a pass of its own
+        return functools.partial(type(self), **self.arguments()), ()
+
     def _begin(self, buffer: Buffer, rng: np.random.Generator) -> None:
         ends = np.asarray(buffer._call("trajectories")[0], np.int64)
         self._left = (rng.permutation(ends) if self.shuffle else ends[::-1]).tolist()
@@ -338,11 +342,12 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         return None
 
     def _slice(self, buffer: Buffer, end: int, length: int, rng: np.random.Generator) -> np.ndarray | None:
-        ids = buffer.trajectory(end)
-        if not len(ids) or (self.strict_length and len(ids) < length):
+        rows = buffer._call("trajectory_rows", end)
+        if not rows or (self.strict_length and rows < length):
             return None
-        start = int(rng.integers(max(len(ids) - length, 0) + 1))
-        return ids[start : start + length]
+        ids = np.empty(min(rows, length), np.int64)
+        back = int(rng.integers(rows - len(ids) + 1))
+        return ids if buffer._call("stretch", end, back, len(ids), ids.ctypes.data) else None
 
     def sample(
         self,

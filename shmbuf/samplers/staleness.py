@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
 
 Weight = Callable[[torch.Tensor], torch.Tensor]
-ROUNDS, AT_ONCE = 3, 4  # of looking for rows that may be drawn, candidates a missing row; then the whole column is read
+# Candidates looked at for a batch, at least, and as a share of the rows; if that does not do, the whole column is read.
+LEAST, SHARE = 4096, 0.25
 CUSTOM = "custom: "
 
 
@@ -169,21 +170,23 @@ class _Draw:
         return out
 
     def _by_rejection(self, n: int) -> tuple[np.ndarray, np.ndarray] | None:
-        ids, stale, have = np.empty(n, np.int64), np.empty(n, np.float32), 0
-        for _ in range(ROUNDS):
-            candidates = pick(self.storage, AT_ONCE * (n - have), left_of(self.timeout, self.since))
+        ids, stale, have, tried = np.empty(n, np.int64), np.empty(n, np.float32), 0, 0
+        left = max(LEAST, int(SHARE * len(self.storage.buffer)))
+        more = 4 * n
+        while have < n:
+            if more > 2 * left:
+                return None
+            more = min(more, left)
+            candidates = pick(self.storage, more, left_of(self.timeout, self.since))
             staleness, ok = self._staleness(candidates)
             ok = ok & (staleness <= self.most)
             if not self.uniform:  # the weights are at most 1
                 ok[ok] = self.random.random(int(ok.sum())) < self._weights(staleness[ok])
             chosen = np.flatnonzero(ok)[: n - have]
             ids[have : have + len(chosen)], stale[have : have + len(chosen)] = candidates[chosen], staleness[chosen]
-            have += len(chosen)
-            if have == n:
-                return ids, stale
-            if have * ROUNDS * 2 < n:  # too few of them pass
-                return None
-        return None
+            have, tried, left = have + len(chosen), tried + more, left - more
+            more = (n - have) * tried * 5 // (have * 4) + 64 if have else 8 * more
+        return ids, stale
 
     def _by_scan(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         if self.scanned is None or self.scanned[0][-1] < self.storage.buffer.window[0] or not self._still(n):

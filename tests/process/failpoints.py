@@ -42,7 +42,7 @@ def actor(name: str, acks_path: str, spec: str, first: int, late: bool = False) 
     acks = oracle.Acks(acks_path).counts
     buffer, other = Buffer.attach(name), Buffer.attach(name)
     if spec.startswith(RECYCLES):  # the table of streams is full when the failpoint is armed
-        for k in range(0, FILLER, LARGEST):
+        for _ in range(0, FILLER, LARGEST):
             put(buffer, oracle.APART, int(acks[oracle.APART]), LARGEST)
             acks[oracle.APART] += LARGEST
             buffer.drain()

@@ -125,6 +125,7 @@ def test_b014_the_default_priority_follows_one_rule(make, live, last):
     assert all_priorities(buf).tolist() == [1.0] * 3  # the first ever
     buf.set_priorities(range(3), [9, 1, 1])
     buf.extend(k(3))  # overwrites the row with 9
+    assert buf.priorities([3])[0] == (1.0 if live else 9.0)
     buf.set_priorities(range(*buf.window), 0.1)
     for handle in (buf, other):
         handle.extend(k(4))
@@ -146,9 +147,12 @@ def test_b018_stratified_draws_are_stratified(make):
     for _ in range(1000):
         assert sorted(buf.draw_by_priority(4, stratified=True)[1].tolist()) == [0, 1, 2, 3]
     independent = [len(set(buf.draw_by_priority(4)[1].tolist())) for _ in range(1000)]
-    assert chi2_p(  # 4 distinct of 4: 4!/4^4, 1 of 4: 4/4^4 …
-        np.bincount(independent, minlength=5)[1:], 1000 * np.array([4, 84, 144, 24]) / 256
-    ) > 1e-4
+    assert (
+        chi2_p(  # 4 distinct of 4: 4!/4^4, 1 of 4: 4/4^4 …
+            np.bincount(independent, minlength=5)[1:], 1000 * np.array([4, 84, 144, 24]) / 256
+        )
+        > 1e-4
+    )
     buf.set_priorities(range(4), [1, 1, 1, 997])
     for _ in range(1000):
         assert (buf.draw_by_priority(4, stratified=True)[1] == 3).sum() >= 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import time
 
@@ -126,6 +127,23 @@ def test_the_last_batch_shrinks_when_its_rows_vanish_and_an_empty_one_is_none(te
     assert take(dropping, 4) == [[18, 19, 20, 21]]
 
 
+def test_with_drop_last_replaced_rows_may_bring_the_end_nearer(ten):
+    reader = ten.epoch(shuffle=False, drop_last=True)
+    ten.extend(k(10))
+    claim, calls = reader._claim, []
+
+    def slow(n, ids, drop_last):
+        got = claim(n, ids, drop_last)
+        if not calls:
+            ten.extend(k(11))
+        calls.append(n)
+        return got
+
+    reader._claim = slow
+    assert take(reader, 5) == [[2, 3, 4, 5, 6]] and reader.ran_out, "four rows are left, no batch"
+    assert take(reader, 5) == [[2, 3, 4, 5, 6]], "the next epoch"
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_batch_larger_than_the_buffer(ten, shared):
     dropping = ten.epoch(shared=shared, drop_last=True)
@@ -217,21 +235,25 @@ def test_a_read_only_handle(ten):
     reader.close()
 
 
-def test_threads_of_one_reader_get_each_row_once(make):
-    buf = make(4000, schema={"k": "int64"})
-    buf.extend(k(*range(4000)))
-    reader, got = buf.epoch(), []
+def test_threads_of_one_reader_get_each_row_once_an_epoch(make):
+    buf = make(40, schema={"k": "int64"})
+    buf.extend(k(*range(40)))
+    reader, got, interval = buf.epoch(), [], sys.getswitchinterval()
 
     def work():
-        for _ in range(50):
+        for _ in range(200):
             got.extend(take(reader, 10))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert sorted(flat(got)) == list(range(4000))
+    sys.setswitchinterval(1e-6)
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert np.bincount(flat(got)).tolist() == [8 * 200 * 10 // 40] * 40
 
 
 def test_same_seed_same_order(ten):
@@ -291,6 +313,16 @@ def test_a_batch_is_filled_across_windows_and_waits_for_the_rest(ten):
     ten.extend(k(15))
     assert take(reader, 3, timeout=0.1) == [[15]], "what was claimed is given, and not lost to the timeout"
     assert time.monotonic() - since >= 0.1
+
+
+def test_rows_that_are_still_in_a_ring_are_new_too(ten):
+    reader = ten.consume()
+    take(reader, 10)
+    with stuck_drainer(ten.name):
+        ten.put(k(10, 11))
+        with pytest.raises(NotEnoughRows):
+            reader.draw(1)
+    assert sorted(take(reader, 4)[0]) == [10, 11]
 
 
 def test_a_waiting_reader_hears_that_the_buffer_is_destroyed(make_name):

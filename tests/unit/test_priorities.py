@@ -177,7 +177,10 @@ def test_alpha_0_draws_uniformly(make):
 @pytest.mark.parametrize("alpha, p", [(1.0, 3.5e38), (0.5, 1e78), (2.0, 1e20), (1.0, 1e-46), (3.0, 1e-20)])
 def test_a_leaf_outside_float32_is_refused(make, alpha, p):
     buf = prioritised(make, [1.0, 1.0], alpha=alpha)
-    with no_change(buf), pytest.raises(ValueError, match=r"priorities\[1\] .*leaves the range of float32. Nothing was changed"):
+    with (
+        no_change(buf),
+        pytest.raises(ValueError, match=r"priorities\[1\] .*leaves the range of float32. Nothing was changed"),
+    ):
         buf.set_priorities([0, 1], [1.0, p])
     with no_change(buf), pytest.raises(ValueError, match=r"priorities\[0\] .*leaves the range of float32"):
         buf.put(k(3), priorities=p)
@@ -381,7 +384,11 @@ def test_a_fork_child_sets_and_draws(kept):
 def test_a_closed_handle_says_so(kept):
     handle = Buffer.attach(kept.name)
     handle.close()
-    for call in (lambda: handle.set_priorities([0], 1.0), lambda: handle.priorities([0]), lambda: handle.draw_by_priority(1)):
+    for call in (
+        lambda: handle.set_priorities([0], 1.0),
+        lambda: handle.priorities([0]),
+        lambda: handle.draw_by_priority(1),
+    ):
         with pytest.raises(ValueError, match="closed"):
             call()
 

@@ -23,10 +23,16 @@ def make_rb(make_name):
     def make(capacity: int = 8, face=TensorDictReplayBuffer, batch_size: int | None = 16, sampler=None, **kw):
         keys = {n: kw.pop(n) for n in ("priority_key", "seed") if n in kw}
         settings = {**EXACT, **{n: kw.pop(n) for n in list(kw) if n in SAMPLER}}
-        storage = ShmStorage(capacity, **{"schema": {"k": torch.int64}, "name": make_name(), "drain": "caller", "ring_bytes": 1 << 14, **kw})
+        storage = ShmStorage(
+            capacity,
+            **{"schema": {"k": torch.int64}, "name": make_name(), "drain": "caller", "ring_bytes": 1 << 14, **kw},
+        )
         made.append(
             face(
-                storage=storage, sampler=sampler or PrioritizedSampler(capacity, **settings), batch_size=batch_size, **keys
+                storage=storage,
+                sampler=sampler or PrioritizedSampler(capacity, **settings),
+                batch_size=batch_size,
+                **keys,
             )
         )
         return made[-1]
@@ -143,7 +149,7 @@ def test_update_tensordict_priority_without_what_it_needs(make_rb):
         with pytest.raises(KeyError, match=r"\('next', 'td'\) is not in the TensorDict"):
             rb.update_tensordict_priority(td)
         td["next", "td"] = torch.ones(2)
-        with pytest.raises(KeyError, match="row_id.* is not in the TensorDict"):
+        with pytest.raises(KeyError, match=r"row_id.* is not in the TensorDict"):
             rb.update_tensordict_priority(td.exclude("row_id", "index"))
     rb.update_tensordict_priority(td)
 
@@ -215,9 +221,7 @@ def test_a_buffer_without_priorities_says_so(make_rb):
         rb.update_tensordict_priority(td)
 
 
-@pytest.mark.parametrize(
-    "reduction, expected", [("max", 4), ("min", -2), ("mean", 1), ("median", 1), ("sum", 3)]
-)
+@pytest.mark.parametrize("reduction, expected", [("max", 4), ("min", -2), ("mean", 1), ("median", 1), ("sum", 3)])
 def test_priorities_with_time_are_reduced(make_rb, reduction, expected):
     rb = make_rb(reduction=reduction)
     rb.extend(rows(0, 1))
@@ -232,7 +236,9 @@ def test_priorities_with_time_are_reduced(make_rb, reduction, expected):
     rb.update_priority([0, 1], p.reshape(2, 3, 1).abs())
     assert rb.buffer.priorities([1])[0] == (15 if reduction == "sum" else 5)
     rb.extend(rows(2, 3, td_error=p) if reduction != "min" else rows(2, 3, td_error=p.abs()))
-    assert all_priorities(rb.buffer)[2:].tolist() == ([1, 5] if reduction == "min" else [expected, 15 if reduction == "sum" else 5])
+    assert all_priorities(rb.buffer)[2:].tolist() == (
+        [1, 5] if reduction == "min" else [expected, 15 if reduction == "sum" else 5]
+    )
 
 
 # ---- priorities that come with rows -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shmbuf import (
     TensorDictReplayBuffer,
     Transition,
 )
+from tests.unit.test_slices import before_the_copy
 
 
 def rows(n: int, done_at: tuple[int, ...] = (), first: int = 0, reward: float = 1.0, **flags: bool) -> TensorDict:
@@ -133,6 +134,11 @@ def test_units_travel(make):
     assert repr(other._unit) == repr(unit)
     assert torch.equal(other.sample(7)["row_id"], rb.sample(7)["row_id"])
     other.close()
+    other = shmbuf.attach(rb.name, sample_unit=NStep(2, 0.5))  # of this handle only
+    assert other.sample(4)["steps_to_next_obs"].shape == (4, 1) and rb.sample(4).batch_size == (12,)
+    other.close()
+    with pytest.raises(TypeError, match="sample_unit is one of"):
+        shmbuf.attach(rb.name, sample_unit="pad")
     clone = pickle.loads(pickle.dumps(rb))
     assert repr(clone._unit) == repr(unit)
     clone.close()
@@ -151,7 +157,7 @@ def test_bad_units(make):
             NStep(**wrong)
     with pytest.raises(TypeError, match="one of Transition, Sequence, NStep, not int"):
         make(3)
-    with pytest.raises(ValueError, match="done_key='t', but trajectories of buffer .* end by 'next', 'done'|done_key"):
+    with pytest.raises(ValueError, match=r"done_key='t', but trajectories of buffer .* end by"):
         Sequence(2, done_key="t").expand(torch.tensor([0]), {}, make(None, TEN).storage)
     with pytest.raises(RuntimeError, match="keeps no trajectories"):
         Sequence(2).expand(torch.tensor([0]), {}, make(None, TensorDict({"t": torch.arange(5)}, [5])).storage)
@@ -160,6 +166,26 @@ def test_bad_units(make):
     assert make(Sequence(2, done_key="end"), TensorDict({"end": torch.ones(5, dtype=torch.uint8)}, [5])).sample(4)[
         "validity_mask"
     ].tolist() == [True, False] * 4
+
+
+def test_windows_drawn_again_have_their_own_masks(make, monkeypatch):
+    rb = make(Sequence(3, burn_in=1), TEN, sampler=PrioritizedSampler(alpha=1.0, beta=1.0), capacity=10)
+    before_the_copy(monkeypatch, lambda: rb.extend(rows(8, (7,), first=10)))
+    td = rb.sample(200)
+    anchor = td["anchor_row_id"].reshape(200, 4)
+    t, valid = td["t"].reshape(200, 4), td["validity_mask"].reshape(200, 4)
+    want = anchor + torch.arange(-1, 3)
+    first, last = torch.where(anchor < 10, 8, 10), torch.where(anchor < 10, 9, 17)
+    assert anchor.min() >= 8 and torch.equal(td["anchor_index"], td["anchor_row_id"] % 10)
+    assert torch.equal(t, want.clamp(first, last)) and torch.equal(valid, (want >= first) & (want <= last))
+
+
+def test_n_steps_drawn_again_have_their_own_sums(make, monkeypatch):
+    rb = make(NStep(4, 1.0), TEN, capacity=10)
+    before_the_copy(monkeypatch, lambda: rb.extend(rows(8, (7,), first=10)))
+    td = rb.sample(300)
+    assert by_row(td, ("next", "reward")) == {8: 2, 9: 1, **{t: min(4, 18 - t) for t in range(10, 18)}}
+    assert by_row(td, "steps_to_next_obs") == by_row(td, ("next", "reward"))
 
 
 # ---- n steps ----------------------------------------------------------------------------------------------------------------

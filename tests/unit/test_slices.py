@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 from collections import Counter
 
@@ -22,6 +24,8 @@ from shmbuf import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from shmbuf._extension import native
+from shmbuf.storage import Gathering
 
 
 def episodes(*lengths: int, first: int = 0, done_shape: tuple[int, ...] = (1,)) -> TensorDict:
@@ -312,6 +316,16 @@ def test_what_comes_and_goes_during_a_pass(make):
     assert trajectories_of(rb.sample()) == [100_000]
 
 
+def test_copies_have_passes_of_their_own(make):
+    rb = make(SliceSamplerWithoutReplacement(slice_len=2, shuffle=False, drop_last=True), episodes(4, 4, 4), batch_size=2)
+    assert trajectories_of(rb.sample()) == [0]
+    clone = pickle.loads(pickle.dumps(rb.sampler))
+    assert clone.arguments() == rb.sampler.arguments()
+    assert trajectories_of(rb.sample()) == [1]
+    rb.set_sampler(copy.deepcopy(clone))
+    assert trajectories_of(rb.sample()) == [0]
+
+
 def test_no_pass_is_shared():
     with pytest.raises(ValueError, match="each has passes of its own"):
         SliceSamplerWithoutReplacement(slice_len=2, shared=True)
@@ -335,8 +349,10 @@ def test_starts_by_priority_among_the_legal_ones(make):
         assert abs(c - 20_000 * share) < 5 * (20_000 * share * (1 - share)) ** 0.5
     w = td["priority_weight"].reshape(20_000, 3)
     assert torch.allclose(w, (1 / p[t[:, 0]])[:, None].expand(-1, 3), rtol=1e-5)  # P_min is 1
+    assert rb.sample(30, beta=0.0)["priority_weight"].tolist() == [1.0] * 30
     rb.sampler.beta = 0.5
-    assert torch.allclose(rb.sample(3)["priority_weight"].max(), rb.sample(3, beta=0.0)["priority_weight"][0], atol=1)
+    td = rb.sample(30)
+    assert torch.allclose(td["priority_weight"][::3], p[td["t"][::3]] ** -0.5, rtol=1e-5)
 
 
 def test_rare_starts_are_found_exactly(make):
@@ -426,6 +442,61 @@ def test_rows_overwritten_meanwhile_are_drawn_again(make, sampler):
         stop.set()
         writer.join()
     assert seen[0] > 100, "hardly any batch could be drawn"
+
+
+def before_the_copy(monkeypatch, act) -> None:
+    """act() once, when the rows have been chosen and are about to be copied."""
+    real, todo = Gathering.fetch, [act]
+
+    def fetch(self, ids, done):
+        while todo:
+            todo.pop()()
+        return real(self, ids, done)
+
+    monkeypatch.setattr(Gathering, "fetch", fetch)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SliceSampler(slice_len=4, strict_length=False),
+        SliceSampler(slice_len=4, span=True),
+        SliceSamplerWithoutReplacement(slice_len=4, strict_length=False),
+        PrioritizedSliceSampler(slice_len=4, strict_length=False),
+    ],
+    ids=lambda s: s.name,
+)
+def test_slices_drawn_again_have_their_own_lengths(make, monkeypatch, sampler):
+    rb = make(sampler, episodes(*[2, 4, 4, 2, 4, 4]), capacity=20, batch_size=400)
+    before_the_copy(monkeypatch, lambda: rb.extend(episodes(1, 3, 5, first=100)))  # 9 of 20 rows go
+    td = rb.sample()
+    assert len(td) <= 400 and td["row_id"].min() >= 9
+    truncated = td["next", "truncated"].reshape(-1)
+    inner, t = ~truncated[:-1], td["t"]
+    assert truncated[-1] and (t.diff()[inner] == 1).all() and (td["episode"].diff()[inner] == 0).all()
+    assert torch.equal(td["is_init"].reshape(-1)[1:], truncated[:-1])
+    assert len(set(td["episode"].tolist())) > 3
+
+
+def test_a_pass_whose_trajectories_all_go_begins_anew(make, monkeypatch):
+    rb = make(SliceSamplerWithoutReplacement(slice_len=4), episodes(5, 5), capacity=10, batch_size=8)
+    before_the_copy(monkeypatch, lambda: rb.extend(episodes(5, 5, first=100)))
+    assert sorted(trajectories_of(rb.sample())) == [100_000, 100_001]
+
+
+def test_nothing_found_while_rows_moved_is_not_believed(make, monkeypatch):
+    buf = make(None, episodes(6), face=ReplayBuffer).buffer
+    real, todo = buf._call, [1, 2, 3]
+
+    def call(method, *args):
+        if method != "choose_slices" or not todo:
+            return real(method, *args)
+        todo.pop()
+        buf.extend({k: v.numpy() for k, v in episodes(1).items(True, True)})
+        return native.STATUSES.index("too_short"), 0
+
+    monkeypatch.setattr(buf, "_call", call)
+    assert buf.draw_slices(5, 6)[1].reshape(5, 6)[:, 0].tolist() == [0] * 5
 
 
 def test_a_fork_child_draws_slices(make):

@@ -61,7 +61,8 @@ def test_only_fresh_rows_are_drawn(make, dtype, shape):
 @pytest.mark.parametrize("weights", [None, "uniform", lambda s: (s + 1) ** -2, "cut"], ids=["default", "uniform", "own", "cut"])
 def test_how_often(make, how, weights, monkeypatch):
     if how == "scan":
-        monkeypatch.setattr(module, "ROUNDS", 0)
+        monkeypatch.setattr(module, "LEAST", 0)
+        monkeypatch.setattr(module, "SHARE", 0.0)
     cut = 4 if weights == "cut" else -1
     sampler = StalenessAwareSampler(cut, "uniform" if weights == "cut" else weights)
     rb = make(sampler, versions(*range(8)))

@@ -13,6 +13,10 @@ KINDS = {
     "ingest": "tools.bench.ingest",
     "sample": "tools.bench.sampling",
     "beside": "tools.bench.beside",
+    "prio": "tools.bench.priorities",
+    "learners": "tools.bench.priorities",
+    "updaters": "tools.bench.priorities",
+    "slices": "tools.bench.slices",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",
 }

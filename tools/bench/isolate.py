@@ -36,7 +36,7 @@ def run_case(spec: dict, timeout: float, python: str = sys.executable) -> Outcom
             child = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **(KEEP_PAGES if spec["kind"] in ("sample", "beside") else {})},
+                env={**os.environ, **(KEEP_PAGES if spec["kind"] in ("sample", "beside", "prio", "slices") else {})},
                 stdout=sink,
                 stderr=sink,
                 start_new_session=True,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .peers import NAMES, OURS, OURS_NUMPY
-from .plan import ALONE, BESIDE, BURNING, COPYING, SAMPLERS, SHARED, WRITING
+from .plan import ALONE, BESIDE, BURNING, COPYING, PRIORITISED, SAMPLERS, SHARED, SIZES, SLICED, UPDATING, WRITING
 from .results import Results
 from .rows import ROWS
 from .settings import Settings
@@ -58,7 +58,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def lines(results: Results, settings: Settings) -> list[Line]:
-    every = (_ingest, _sample, _beside, _memory)
+    every = (_ingest, _sample, _beside, _prioritised, _slices, _memory)
     found = [line for group in every for line in group(results, settings)]
     return [line for line in found if line.ours is not None or line.peers]
 
@@ -137,6 +137,76 @@ def _beside(results: Results, settings: Settings) -> Iterator[Line]:
             what = f"CPU of one sample beside {company[phase]}, {row}, {batch}-row"
             yield line(what, f"cpu {phase}", "s", goal if phase == WRITING else None)
         yield line(f"rows written beside the sampler, {row}, {batch}-row", "written", "rows/s", None)
+
+
+def _prioritised(results: Results, settings: Settings) -> Iterator[Line]:
+    row, batch = ROWS["mujoco"], settings.batch_size
+    place, common = f"prio/{row.name}", {"more_is_better": False}
+    ours = results.get(f"{place}/{OURS}")
+    best = Line(
+        f"prioritised sample({batch}) + update, {settings.capacity(row):,} rows",
+        "s",
+        ours,
+        results.peers(place, PRIORITISED[1:]),
+        errors=place,
+        **common,
+    )
+    best.goal = Goal("≤ 0.5 x fastest peer", best.ratio, "x fastest", most=0.5)
+    yield best
+    uniform = results.get(f"{place}/uniform")
+    goal = Goal("≤ 2.5 x our uniform sample", over(ours, uniform), "x uniform", most=2.5)
+    against = {"shmbuf uniform": uniform} if uniform is not None else {}
+    yield Line("the same, against uniform", "s", ours, against, goal, errors=place, **common)
+    yield Line("of that the sample", "s", results.get(f"{place}/sample"), {}, None, errors=place, **common)
+    for part in ("draw", "update"):
+        took = results.get(f"{place}/tree {part}")
+        goal = Goal("≤ 40 µs", took and took * 1e6, "µs", most=40)
+        yield Line(f"the tree alone: {batch} {part}s", "s", took, {}, goal, errors=place, **common)
+
+    rates = {n: results.get(f"learners/{row.name}/{n}/{OURS}") for n in (1, 2, 4)}
+    for n, least in ((1, None), (2, 1.6), (4, 0.9)):
+        half = f"{_count(n // 2, 'learner')}'s"
+        goal = Goal(f"≥ {least} x {half}", over(rates[n], rates[n // 2]), f"x {half}", least=least) if least else None
+        yield Line(
+            f"sample + update, {_count(n, 'learner')}", "calls/s", rates[n], {}, goal, errors=f"learners/{row.name}"
+        )
+
+    place = f"updaters/{row.name}"
+    updates = results.get(f"{place}/updates/{OURS}")
+    goal = Goal("≥ 3 M/s", updates and updates / 1e6, "M/s", least=3)
+    yield Line(f"priority updates, 2 processes, random {batch}", "updates/s", updates, {}, goal, errors=place)
+    rates = {phase: results.get(f"{place}/{phase}/{OURS}") for phase in (ALONE, UPDATING, BURNING)}
+    goal = Goal("≥ 0.9 x beside Python loops", over(rates[UPDATING], rates[BURNING]), "x Python loops", least=0.9)
+    for phase, who in ((ALONE, "nobody"), (UPDATING, "2 updaters"), (BURNING, "2 Python loops")):
+        what = f"ingest {row.name}, 64-row, 1 producer beside {who}"
+        yield Line(what, "rows/s", rates[phase], {}, goal if phase == UPDATING else None, errors=place)
+
+
+def _slices(results: Results, settings: Settings) -> Iterator[Line]:
+    small = f"slices/{SIZES[0]}"
+    for end in ("", " prioritised"):
+        for size in SIZES:
+            place = f"slices/{size}"
+            ours = results.get(f"{place}/{OURS}{end}")
+            others = results.peers(
+                place, tuple(n for n in SLICED if n.startswith("torchrl") and n.endswith("prioritised") == bool(end))
+            )
+            uncached = others.get(f"torchrl{end}")
+            goal = Goal("≤ 0.1 x uncached", over(ours, uncached), "x uncached", most=0.1)
+            what = f"slices 64 x 32{end}, {size:,} rows"
+            yield Line(what, "s", ours, others, goal, more_is_better=False, errors=place)
+        large = over(results.get(f"slices/{SIZES[-1]}/{OURS}{end}"), results.get(f"{small}/{OURS}{end}"))
+        if large is not None:
+            goal = Goal("flat", large, f"x {SIZES[0]:,} rows")
+            yield Line(
+                f"slices 64 x 32{end}, from {SIZES[0]:,} to {SIZES[-1]:,} rows",
+                "x",
+                large,
+                {},
+                goal,
+                more_is_better=False,
+                errors=small,
+            )
 
 
 def _memory(results: Results, settings: Settings) -> Iterator[Line]:

@@ -20,8 +20,20 @@ SAMPLERS = (
     "tianshou",
     "sb3",
 )
+# Those that draw by priority and update; the names of priorities._PEERS, ours first. Those that draw slices, and out of how many rows.
+PRIORITISED = (peers.OURS, "torchrl", "cpprb", "tianshou")
+SLICED = (
+    peers.OURS,
+    f"{peers.OURS} prioritised",
+    "torchrl",
+    "torchrl cached",
+    "torchrl prioritised",
+)
+SIZES = (10_000, 1_000_000, 10_000_000)
 # What the sampler has beside it, and the rows and records of those who write.
 ALONE, WRITING, BURNING, COPYING = "alone", "writing", "burning", "copying"
+UPDATING = "updating"
+CONTENDERS = {"sample": SAMPLERS, "prio": PRIORITISED, "slices": SLICED}
 BESIDE = (("mujoco", 1), ("mujoco", 64), ("atari", 64))
 
 
@@ -38,7 +50,7 @@ class Case:
             "kind": self.kind,
             "row": self.row,
             "contender": self.contender,
-            "contenders": list(SAMPLERS) if self.kind == "sample" else [],
+            "contenders": list(CONTENDERS.get(self.kind, ())),
             "batch": self.batch,
             "settings": settings.as_dict(),
         }
@@ -52,6 +64,8 @@ def cases(only: list[str]) -> list[Case]:
     every += [Case(f"sample/{row}", "sample", row) for row in ("mujoco", "atari")]
     for row, batch in BESIDE:
         every += [Case(f"beside/{row}/{batch}/{n}", "beside", row, n, batch) for n in SHARED]
+    every += [Case(f"{kind}/mujoco", kind, "mujoco") for kind in ("prio", "learners", "updaters")]
+    every += [Case(f"slices/{size}", "slices", str(size)) for size in SIZES]
     every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
     every += [Case("memcpy/after", "memcpy")]
     if not only:

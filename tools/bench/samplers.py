@@ -28,7 +28,7 @@ class Contender:
 
 def bare(row: Row, capacity: int, batch: int) -> dict[str, Contender]:
     """The limit: `torch.index_select` over private columns, its indices drawn beforehand."""
-    columns = [torch.from_numpy(array) for array in _filled(row, capacity).values()]
+    columns = [torch.from_numpy(array) for array in filled(row, capacity).values()]
     outs = [torch.empty((batch, *c.shape[1:]), dtype=c.dtype) for c in columns]
     index = torch.zeros(batch, dtype=torch.int64)
 
@@ -81,7 +81,7 @@ def cpprb(row: Row, capacity: int, batch: int, scratch: str) -> Contender:
 def tianshou(row: Row, capacity: int, batch: int, scratch: str) -> Contender:
     from tianshou.data import ReplayBuffer
 
-    full = _filled(row, capacity)
+    full = filled(row, capacity)
     terminated = full["next_terminated"][:, 0]
     buffer = ReplayBuffer.from_data(
         obs=full["obs"],
@@ -165,7 +165,7 @@ def build(name: str, row: Row, capacity: int, batch: int, scratch: str) -> Itera
         yield {name: PEERS[name](row, capacity, batch, scratch)}
 
 
-def _filled(row: Row, capacity: int) -> dict[str, np.ndarray]:
+def filled(row: Row, capacity: int) -> dict[str, np.ndarray]:
     full = {c.flat: np.empty((capacity, *c.shape), c.dtype) for c in row.columns}
     at = 0
     for chunk in row.chunks(capacity):

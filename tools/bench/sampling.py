@@ -25,22 +25,22 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
         for name in spec["contenders"]:
             emit.at(name)
             try:
-                _check_memory(capacity * row.nbytes)
+                check_memory(capacity * row.nbytes)
                 built = stack.enter_context(samplers.build(name, row, capacity, batch, spec["scratch"]))
                 for contender in built.values():
-                    _time(contender, 3)
+                    time_calls(contender, 3)
                 entrants |= built
             except Exception as error:
                 emit.error(f"{prefix}/{name}", f"{type(error).__name__}: {error}")
-        for name, seconds in _take_turns(entrants, settings, emit).items():
+        for name, seconds in take_turns(entrants, settings, emit).items():
             emit.values(f"{prefix}/{name}", seconds)
 
 
-def _take_turns(entrants: dict, settings: Settings, emit: Emitter) -> dict[str, list[float]]:
+def take_turns(entrants: dict, settings: Settings, emit: Emitter) -> dict[str, list[float]]:
     """Seconds per call of each turn, per contender."""
     calls = {}
     for name, contender in entrants.items():
-        calls[name] = max(1, min(100, int(settings.turn_seconds / _time(contender, 5))))
+        calls[name] = max(1, min(100, int(settings.turn_seconds / time_calls(contender, 5))))
     seconds: dict[str, list[float]] = {name: [] for name in entrants}
     order = list(entrants)
     for _ in range(settings.turns):
@@ -48,12 +48,12 @@ def _take_turns(entrants: dict, settings: Settings, emit: Emitter) -> dict[str, 
         for name in order:
             emit.at(name)
             # The ones before it took the caches: the first calls of a turn do not count.
-            _time(entrants[name], max(1, calls[name] // 10))
-            seconds[name].append(_time(entrants[name], calls[name]))
+            time_calls(entrants[name], max(1, calls[name] // 10))
+            seconds[name].append(time_calls(entrants[name], calls[name]))
     return seconds
 
 
-def _time(contender: samplers.Contender, calls: int) -> float:
+def time_calls(contender: samplers.Contender, calls: int) -> float:
     total, clock = 0.0, time.perf_counter
     for _ in range(calls):
         contender.prepare()
@@ -63,7 +63,7 @@ def _time(contender: samplers.Contender, calls: int) -> float:
     return total / calls
 
 
-def _check_memory(needed: int) -> None:
+def check_memory(needed: int) -> None:
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
     if free < needed + (1 << 30):
