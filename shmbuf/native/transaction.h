@@ -28,7 +28,7 @@ class Writer {
   static constexpr u64 kMaxBytes = 8u << 20;
 
   explicit Writer(Segment &segment)
-      : s_(segment), c_(segment.control()), tree_(segment.tree, segment.capacity), links_(segment.links, segment.capacity) {
+      : s_(segment), c_(segment.control()), tree_(segment.tree, segment.capacity), links_(segment.links, segment.links ? segment.capacity : 1) {
     if (keeps_priorities()) tree_.keep_max(Formula(c_.priorities).live_maximum);
   }
 
