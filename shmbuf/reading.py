@@ -60,20 +60,22 @@ class Reading(Attachment):
         ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
-        ``first_id``, ``end_id``, ``reserve``; ``priorities_set``, ``priorities_stale`` (dropped, the row was overwritten); now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
-        ``limiter``: None, or its parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a
-        batch of 1; ``collectors_wait``; ``text``).
+        ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
+        ``streams_cut`` (trajectories ended because a collector's table of streams was full); ``priorities_set``,
+        ``priorities_stale`` (dropped, the row was overwritten); ``priorities``: None, or ``alpha``, ``eps``, ``sum`` and ``min``
+        of the leaves, ``new_row`` (the priority it gets), ``scrubs`` (after an updater's death); ``limiter``: None, or its
+        parameters, ``inserted``, ``sampled``, ``diff``, and who waits (``samplers_wait``: for a batch of 1;
+        ``collectors_wait``; ``text``).
         """
-        c, rings, p = self._call("counters"), self._call("collectors"), self._get("priorities")
+        c, p = self._call("counters"), self._get("priorities")
         return {
             **c,
             "priorities_set": p["applied"] if p else 0,
             "priorities_stale": p["stale"] if p else 0,
-            "ring_used_bytes": sum(r["ring_used"] for r in rings),
-            "ring_fill": max((r["ring_used"] / r["ring_bytes"] for r in rings), default=0.0),
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,
+            "priorities": p,
             "limiter": figures(self._call("limiter", 1)),
         }
 

@@ -19,8 +19,6 @@ BY = ("trajectory", "start")
 MAX_TRIES = 1000
 _MOVED = 20  # looks that find no slice in a window that moves meanwhile, until that is believed
 _NAP = 1e-3
-_NEAR, _FAR = 8, 512  # ids before a row in which its predecessor is looked for, before its whole trajectory is walked
-
 
 class Trajectory(NamedTuple):
     """The stored part of a trajectory: the ids of its first and last row, and how many rows it has.
@@ -184,43 +182,17 @@ class Trajectories(Reading):
     def walk_forward(self, ids: Any, steps: int, dilation: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """int64[n, steps]: each row itself and every dilation-th that follows in its trajectory; int64[n]: how many there are,
         0 for a row that is not stored. Beyond that the last id is repeated."""
+        return self._walk(ids, steps, dilation, False)
+
+    def walk_back(self, ids: Any, steps: int, dilation: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """As `walk_forward`, towards the trajectory's beginning."""
+        return self._walk(ids, steps, dilation, True)
+
+    def _walk(self, ids: Any, steps: int, dilation: int, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         ids = as_ids(ids)
         self._check_walk(steps, dilation)
         chain, lens = np.zeros((len(ids), steps), np.int64), np.zeros(len(ids), np.int64)
-        self._call("walk_forward", address_of(ids), len(ids), steps, dilation, address_of(chain), address_of(lens))
-        return _filled(chain, lens), lens
-
-    def walk_back(self, ids: Any, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `walk_forward`, towards the trajectory's beginning."""
-        ids = as_ids(ids)
-        self._check_walk(steps, 1)
-        n = len(ids)
-        chain, lens = np.zeros((n, steps), np.int64), np.zeros(n, np.int64)
-        lo, hi = self.window
-        chain[:, 0] = ids
-        lens[:] = (ids >= lo) & (ids < hi)
-        # The predecessor of a row is the one that it follows: mostly among the few before it.
-        for reach in (_NEAR + steps, _FAR):
-            todo = np.flatnonzero((lens > 0) & (lens < steps))
-            if not len(todo):
-                break
-            last = chain[todo, lens[todo] - 1]
-            near = last[:, None] - np.arange(1, reach + 1)
-            followers = self.following(near.reshape(-1)).reshape(near.shape)
-            while len(todo):
-                hit = followers == last[:, None]
-                found = hit.any(axis=1)
-                at = hit.argmax(axis=1)
-                todo, near, followers, at = todo[found], near[found], followers[found], at[found]
-                last = near[np.arange(len(todo)), at]
-                chain[todo, lens[todo]] = last
-                lens[todo] += 1
-                going = lens[todo] < steps
-                todo, near, followers, last = todo[going], near[going], followers[going], last[going]
-        for j in np.flatnonzero((lens > 0) & (lens < steps)):
-            path = np.asarray(self._call("trajectory", int(chain[j, lens[j] - 1])), np.int64)[-2::-1][: steps - lens[j]]
-            chain[j, lens[j] : lens[j] + len(path)] = path
-            lens[j] += len(path)
+        self._call("walk", address_of(ids), len(ids), steps, dilation, backward, address_of(chain), address_of(lens))
         return _filled(chain, lens), lens
 
     def _check_walk(self, steps: int, dilation: int) -> None:
@@ -235,14 +207,11 @@ class Trajectories(Reading):
         if self.schema is None:
             return []
         self.require_trajectories()
-        return [t for t, ids in self._found() if len(ids)]
+        return list(self._found())
 
-    def _found(self) -> Iterator[tuple[Trajectory, np.ndarray]]:
-        for end, first, flags in zip(*self._call("trajectories"), strict=True):
-            ids = self.trajectory(end)
-            if len(ids):
-                head_missing = bool(flags & 1) or int(ids[0]) != first
-                yield Trajectory(int(ids[0]), end, len(ids), head_missing, bool(flags & 2)), ids
+    def _found(self) -> Iterator[Trajectory]:
+        for end, first, rows, flags in zip(*self._call("trajectories"), strict=True):
+            yield Trajectory(first, end, rows, bool(flags & 1), bool(flags & 2))
 
     def trajectory(self, end: int) -> np.ndarray:
         """int64[k]: the stored rows of a trajectory up to row ``end``, oldest first; empty if that is not stored (any more)."""
@@ -255,7 +224,11 @@ class Trajectories(Reading):
         if self.schema is None:
             return
         self.require_trajectories()
-        for t, ids in self._found():
+        for t in self._found():
+            ids = self.trajectory(t.end)
+            if not len(ids):
+                continue
+            t = t._replace(first=int(ids[0]), rows=len(ids), head_missing=t.head_missing or int(ids[0]) != t.first)
             rows, valid = self.try_gather(ids)
             gone = len(ids) - int(valid.sum())  # the oldest ones
             if gone == len(ids):

@@ -55,7 +55,7 @@ class Handle {
     }
     me_ = describe_self();
     if (!readonly_) member_ = Registry(s_, lock_fd_).claim_member(me_, 0);
-    role_.open(readonly_ ? -1 : lock_fd_, me_, member_);
+    role_.open(readonly_ ? -1 : lock_fd_, me_.pid);
   }
   ~Handle() {
     close();

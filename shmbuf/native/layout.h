@@ -49,7 +49,6 @@ struct Header {
   u32 version_major, version_minor;
   u32 flags, header_crc;          // crc over the header with this field 0 and Built zeroed, then the config blob
   u64 instance_id;                // random: a re-attach checks that the name still means this buffer
-  u8 boot_id[16];
   u64 created_ns;                 // wall clock, for people
   u64 capacity, ring_bytes_asked; // rows; 0 = chosen with the schema
   u32 max_collectors, max_members;
@@ -90,8 +89,7 @@ struct Control {
   alignas(128) u32 writer_wait;   // futex: the drain thread sleeps
   alignas(128) u32 data_wait;     // futex: somebody waits for rows
   alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
-  u32 writer_member;
-  u64 writer_start_ticks, takeovers, transactions, last_transaction_ns;
+  u64 takeovers, transactions, last_transaction_ns;
   u64 streams_cut;                // trajectories ended because a collector's table of streams was full
   Priorities priorities;
   LimiterWords limiter;
@@ -141,11 +139,11 @@ struct BlockSlot {
 };
 struct CommitBlock {
   u64 seq;
-  u64 first, cursor, base;        // ids [first, cursor) are this transaction's
+  u64 cursor, base;
   u64 rows_total, write_count;    // rows ever stored; since the last emptying that reset it
   u64 skipped_total, clears, malformed;
   u32 kind, start, n_slots, next_start;  // rings are taken in the order start, start + 1, … (mod n_slots)
-  u8 pad_[128 - 72 - 16];
+  u8 pad_[128 - 64 - 16];
   BlockSlot slot[];               // max_collectors
 };
 static_assert(sizeof(CommitBlock) == 128);

@@ -293,6 +293,7 @@ class Links {
     r = {r.id + far, slot};
     return true;
   }
+  bool to_previous(Row &r, u64 lo) const { return back(r, load(link_[r.slot].prev, relaxed), lo); }
   // One hop of a search for the first live row: false when there.
   bool towards_first(Row &r, u64 lo) const {
     return back(r, load(link_[r.slot].jump, relaxed), lo) || back(r, load(link_[r.slot].prev, relaxed), lo);

@@ -154,6 +154,7 @@ class PriorityTree {
   using i32 = std::int32_t;
   static constexpr u64 kLine = 128, kBatch = 1024, kAhead = 16, kTogether = 16, kTries = 8, kNowhere = ~0ull;
   static constexpr u64 kGeneration = 0xffffffffull << 32, kFresh = 0x80000000ull;  // the bits of -0.0f
+  static constexpr u32 kInfinity = 0x7f800000;
   struct Descent {
     double u;  // what is left of the number drawn, below the sum of the node where we are
     u64 at;    // index in its level, in the end the slot; kNowhere: the children had shrunk
@@ -166,15 +167,23 @@ class PriorityTree {
 
   // The node that the 8 children say; always added in the same order, so equal children give equal bits.
   Pair fold(u32 l, u64 i) const {
-    double sum = 0;
-    float least = 0;
-    for (u64 c = i * kFanOut; c < i * kFanOut + kFanOut; ++c) {
-      double s = l ? std::bit_cast<double>(load(level_[l - 1][c].low, seq_cst)) : low_float(load(leaf_[c], seq_cst));
-      float m = l ? low_float(load(level_[l - 1][c].high, seq_cst)) : float(s);
-      sum += s;
-      if (m > 0 && (least == 0 || m < least)) least = m;
+    double sum[kFanOut];
+    u32 least = ~0u;  // bits − 1 order the positive floats; 0 and −0.0 come after all of them
+    if (l) {
+      const Pair *child = level_[l - 1] + i * kFanOut;
+      for (u64 c = 0; c < kFanOut; ++c) {
+        sum[c] = std::bit_cast<double>(load(child[c].low, seq_cst));
+        least = std::min(least, u32(load(child[c].high, seq_cst)) - 1);
+      }
+    } else {
+      for (u64 c = 0; c < kFanOut; ++c) {
+        const u64 word = load(leaf_[i * kFanOut + c], seq_cst);
+        sum[c] = low_float(word);
+        least = std::min(least, u32(word) - 1);
+      }
     }
-    return {std::bit_cast<u64>(sum), std::bit_cast<u32>(least)};
+    const double all = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+    return {std::bit_cast<u64>(all), least < kInfinity ? least + 1 : 0};
   }
   float most(u32 l, u64 i) const {
     float most = 0;

@@ -15,7 +15,7 @@ namespace shmbuf {
 class WriterRole {
  public:
   WriterRole(Segment &s) : s_(s) {}
-  void open(int lock_fd, const Owner &me, int member) { fd_ = lock_fd, me_ = me, member_ = member; }
+  void open(int lock_fd, u32 pid) { fd_ = lock_fd, pid_ = pid; }
   void after_fork() { taken_.store(false, relaxed), fd_ = -1; }
 
   bool held_here() const { return taken_.load(relaxed); }
@@ -26,9 +26,7 @@ class WriterRole {
       return false;
     }
     Control &c = s_.control();
-    store(c.writer_pid, me_.pid, relaxed);
-    store(c.writer_start_ticks, me_.start_ticks, relaxed);
-    store(c.writer_member, u32(member_ + 1), relaxed);
+    store(c.writer_pid, pid_, relaxed);
     FAILPOINT(role_taken);
     return true;
   }
@@ -75,8 +73,8 @@ class WriterRole {
 
  private:
   Segment &s_;
-  int fd_ = -1, member_ = -1;
-  Owner me_{};
+  int fd_ = -1;
+  u32 pid_ = 0;
   std::atomic<bool> taken_{false};
 };
 

@@ -71,7 +71,7 @@ struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
 
 template <class Host> class Sampling {
  public:
-  explicit Sampling(Host &host) : h_(host), s_(host.segment()), tree_(s_.tree, s_.capacity) {
+  explicit Sampling(Host &host) : h_(host), s_(host.segment()), tree_(s_.tree, s_.capacity), links_(s_.links, s_.links ? s_.capacity : 1) {
     if (keeps_priorities()) tree_.keep_max(Formula(words()).live_maximum);
   }
 
@@ -142,14 +142,14 @@ template <class Host> class Sampling {
     Rng rng{h_.next_seed()};
     for (int tries = 0;; ++tries) {
       const Window w = window(s_);
-      const SliceDraw out = Slices(Links(s_.links, s_.capacity), w.lo, w.hi).draw(rng, o, n, ids, lens);
+      const SliceDraw out = Slices(links_, w.lo, w.hi).draw(rng, o, n, ids, lens);
       if (out.status != SliceStatus::none || tries == 100) return out;
       if (const Window now = window(s_); now.lo == w.lo && now.hi == w.hi) return out;  // it is final
     }
   }
-  void walk_forward(const u64 *anchors, u64 n, u64 steps, u64 dilation, u64 *ids, u64 *lens) {
+  Slices slices() const {  // valid as long as this is
     const Window w = window(s_);
-    Slices(Links(s_.links, s_.capacity), w.lo, w.hi).walk_forward(anchors, n, steps, dilation, ids, lens);
+    return Slices(links_, w.lo, w.hi);
   }
   // Shared: word is one of the segment's; options that differ from those of the first user are refused.
   bool share_epoch(u32 which, u64 options) {
@@ -273,6 +273,7 @@ template <class Host> class Sampling {
   Host &h_;
   Segment &s_;
   PriorityTree tree_;
+  Links links_;
 };
 
 }  // namespace shmbuf

@@ -79,8 +79,9 @@ class Slices {
     return result;
   }
 
-  // From each anchor itself, every dilation-th row of its trajectory, `steps` at most: lens[j] ids from out[j * steps].
-  void walk_forward(const u64 *anchor, u64 n, u64 steps, u64 dilation, u64 *out, u64 *lens) const {
+  // From each anchor itself, every dilation-th row that follows it in its trajectory (backward: that came before), `steps` at
+  // most: lens[j] ids from out[j * steps].
+  void walk(const u64 *anchor, u64 n, u64 steps, u64 dilation, bool backward, u64 *out, u64 *lens) const {
     struct Follower { Links::Row at; u64 j, left; } f[kTogether];
     u64 next = 0, m = 0;
     auto begin = [&](Follower &to) {
@@ -98,12 +99,28 @@ class Slices {
     while (m)
       for (u64 k = 0; k < m;) {
         Follower &l = f[k];
-        bool more = lens[l.j] < steps && links_.forward(l.at, hi_);
+        bool more = lens[l.j] < steps && (backward ? links_.to_previous(l.at, lo_) : links_.forward(l.at, hi_));
         if (more && --l.left == 0) out[l.j * steps + lens[l.j]++] = l.at.id, l.left = dilation;
-        if (more) links_.prefetch_next(l.at), ++k;
+        if (more) backward ? links_.prefetch(l.at) : links_.prefetch_next(l.at), ++k;
         else if (!begin(l)) f[k] = f[--m];
         else ++k;
       }
+  }
+  // How many rows of the trajectory up to `end` live: 0 if that does not.
+  u64 rows(u64 end) const {
+    if (end < lo_ || end >= hi_) return 0;
+    const u64 first = links_.first_live(end, lo_);
+    return first == kNoRow ? 0 : u64(links_.step(end)) - links_.step(first) + 1;
+  }
+  // The `length` rows of a trajectory of which the last lies `back` rows before `end`, ascending; false if they are not all there.
+  bool stretch(u64 end, u64 back, u64 length, u64 *out) const {
+    if (!length || end < lo_ || end >= hi_) return false;
+    u64 id = back ? links_.ancestor(end, back, lo_) : end;
+    for (u64 j = length; id != kNoRow; id = links_.previous(id, lo_)) {
+      out[--j] = id;
+      if (!j) return true;
+    }
+    return false;
   }
 
  private:

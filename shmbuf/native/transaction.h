@@ -28,7 +28,7 @@ class Writer {
   static constexpr u64 kMaxBytes = 8u << 20;
 
   explicit Writer(Segment &segment)
-      : s_(segment), c_(segment.control()), tree_(segment.tree, segment.capacity), links_(segment.links, segment.capacity) {
+      : s_(segment), c_(segment.control()), tree_(segment.tree, segment.capacity), links_(segment.links, segment.links ? segment.capacity : 1) {
     if (keeps_priorities()) tree_.keep_max(Formula(c_.priorities).live_maximum);
   }
 
@@ -99,7 +99,7 @@ class Writer {
       next.slot[i] = entry(now, i);
       next.slot[i].skip_to = next.slot[i].rows_end = next.slot[i].head;
     }
-    next.seq = now.seq + 1, next.first = now.cursor, next.kind = kPlanRows;
+    next.seq = now.seq + 1, next.kind = kPlanRows;
     next.n_slots = n, next.start = now.next_start % n;
     u64 admitted = 0;  // rows, by the limiter; asked when a ring holds some. A record may overshoot
     bool asked = false, limited = false;

@@ -342,11 +342,12 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         return None
 
     def _slice(self, buffer: Buffer, end: int, length: int, rng: np.random.Generator) -> np.ndarray | None:
-        ids = buffer.trajectory(end)
-        if not len(ids) or (self.strict_length and len(ids) < length):
+        rows = buffer._call("trajectory_rows", end)
+        if not rows or (self.strict_length and rows < length):
             return None
-        start = int(rng.integers(max(len(ids) - length, 0) + 1))
-        return ids[start : start + length]
+        ids = np.empty(min(rows, length), np.int64)
+        back = int(rng.integers(rows - len(ids) + 1))
+        return ids if buffer._call("stretch", end, back, len(ids), ids.ctypes.data) else None
 
     def sample(
         self,

@@ -240,13 +240,23 @@ struct World {
       if (anchors.size() == 40) break;
     }
     std::vector<u64> out(anchors.size() * steps), lens(anchors.size());
-    slices.walk_forward(anchors.data(), anchors.size(), steps, dilation, out.data(), lens.data());
-    for (u64 j = 0; j < anchors.size(); ++j) {
-      want.clear();
-      u64 p = u64(std::lower_bound(of[j]->begin(), of[j]->end(), anchors[j]) - of[j]->begin());
-      for (; p < of[j]->size() && want.size() < steps; p += dilation) want.push_back((*of[j])[p]);
-      CHECK(want.size() == lens[j] && std::equal(want.begin(), want.end(), out.begin() + i64(j * steps)), "walked %lu rows on from %lu, not %lu",
-            lens[j], anchors[j], want.size());
+    for (bool backward : {false, true}) {
+      slices.walk(anchors.data(), anchors.size(), steps, dilation, backward, out.data(), lens.data());
+      for (u64 j = 0; j < anchors.size(); ++j) {
+        want.clear();
+        i64 p = std::lower_bound(of[j]->begin(), of[j]->end(), anchors[j]) - of[j]->begin(), by = backward ? -i64(dilation) : i64(dilation);
+        for (; p >= 0 && p < i64(of[j]->size()) && want.size() < steps; p += by) want.push_back((*of[j])[u64(p)]);
+        CHECK(want.size() == lens[j] && std::equal(want.begin(), want.end(), out.begin() + i64(j * steps)), "walked %lu rows %s from %lu, not %lu",
+              lens[j], backward ? "back" : "on", anchors[j], want.size());
+      }
+    }
+    for (auto &[t, ids] : all) {
+      u64 back = rng.below(ids.size()), length = 1 + rng.below(ids.size() + 1), end = ids.size() - back;
+      CHECK(slices.rows(ids.back()) == ids.size(), "a trajectory of %lu rows, not %lu", slices.rows(ids.back()), ids.size());
+      std::vector<u64> got(length);
+      bool there = slices.stretch(ids.back(), back, length, got.data());
+      CHECK(there == (length <= end), "a stretch of %lu rows, %lu before the end of %lu: %d", length, back, ids.size(), there);
+      if (there) CHECK(std::equal(got.begin(), got.end(), ids.begin() + i64(end - length)), "a stretch of %lu rows is another", length);
     }
   }
   // By (first id, length) → its probability.
@@ -438,7 +448,7 @@ static void garbage(u64 seed) {
   for (u64 k = 0; k < 8; ++k) {
     u64 anchors[40];
     std::copy(ids, ids + 40, anchors);
-    s.walk_forward(anchors, 40, 9, 1 + rng.below(2), ids, lens);
+    s.walk(anchors, 40, 9, 1 + rng.below(2), rng.below(2), ids, lens);
     SliceOptions o{1 + rng.below(9), rng.below(2) != 0, k % 2 ? SliceBy::start : SliceBy::trajectory, rng.below(4), rng.below(4)};
     (void)s.draw(rng, o, 40, ids, lens);
     for (u64 j = 0; j < 40; ++j)
@@ -512,7 +522,7 @@ static void threads(u64 seed, u64 ns) {
       }
       u64 anchors[64];
       for (u64 &a : anchors) a = lo + r.below(hi - lo);
-      s.walk_forward(anchors, 64, length, 1, out.data(), walked.data());
+      s.walk(anchors, 64, length, 1, false, out.data(), walked.data());
       for (u64 j = 0; j < 64; ++j) sound(&out[j * length], walked[j]);
       if (u64 end = s.draw_end(r); end == kNoRow) CHECK(load(reserve, relaxed) > most, "no end among %lu rows", hi - lo);
       else CHECK(end >= lo && end < hi, "drew the end %lu", end);

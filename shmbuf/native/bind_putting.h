@@ -1,0 +1,118 @@
+// Rows in: from arrays and tensors to the ring.
+#pragma once
+#include "bindings.h"
+
+namespace shmbuf {
+namespace {
+
+// Addresses of what comes with n rows, 0: nothing. Priorities are float64, as the user knows them.
+struct With { u64 streams = 0, priorities = 0; };
+
+Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake, const With &with) {
+  Ticket t{h, nullptr, Status::ok};
+  Extras extras{reinterpret_cast<const u64 *>(with.streams), nullptr};
+  std::vector<float> leaves;
+  if (with.priorities && load(h->segment().control().priorities.formula.low, acquire)) {  // nobody draws by priority: nobody wants them
+    leaves.resize(n);
+    u64 bad;
+    if (h->sampling().leaves_of(reinterpret_cast<const double *>(with.priorities), n, leaves.data(), bad) != Status::ok)
+      throw BadPriority{bad};
+    extras.leaves = leaves.data();
+  }
+  // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
+  auto put = [&](bool may_wait) { return h->put(columns.data(), u32(columns.size()), extras, n, Full(full), deadline_in(timeout), wake, may_wait, t.state, no_signal); };
+  t.status = h->fits_at_once(n, kHoldGil) ? put(false) : Status::would_wait;
+  if (t.status == Status::would_wait) {
+    nb::gil_scoped_release r;
+    t.status = put(true);
+  }
+  if (t.status == Status::interrupted) {
+    if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();
+    PyErr_Clear();  // rows are in the ring: Python raises CommitInterrupted with this ticket
+  }
+  return t;
+}
+// nullopt: some leaf needs the slow path.
+std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *const *leaves, i64 n, u32 full, double timeout, bool wake, bool tensors, const With &with) {
+  int lead = n >= 0;
+  std::vector<Column> c(columns.leaves.size());
+  Buffers buffers;
+  if (!tensors) buffers.held.reserve(c.size());
+  for (size_t i = 0; i < c.size(); ++i) {
+    bool ok;
+    if (tensors) {
+      ok = tensor_column(columns, i, leaves[i], n, lead, c[i]);
+    } else {
+      Py_buffer b;
+      ok = PyObject_GetBuffer(leaves[i], &b, PyBUF_RECORDS_RO) == 0;
+      if (ok) {
+        buffers.held.push_back(b);
+        ok = buffer_column(b, columns.leaves[i], n, lead, c[i]);
+      }
+    }
+    if (!ok) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+  }
+  return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake, with);
+}
+std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors,
+                                 u64 streams, u64 priorities) {
+  Handle::Use use(*h);
+  if (leaves.size() != columns.leaves.size()) return std::nullopt;
+  return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors, {streams, priorities});
+}
+std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle root, i64 n, u32 full, double timeout, bool wake, bool tensors,
+                               u64 streams, u64 priorities) {
+  Handle::Use use(*h);
+  std::vector<nb::object> owned;
+  if (!find_leaves(columns, root.ptr(), tensors, owned)) return std::nullopt;
+  std::vector<PyObject *> leaves;
+  leaves.reserve(owned.size());
+  for (auto &o : owned) leaves.push_back(o.ptr());
+  if (n == -2) {  // numpy: as many as the first leaf has
+    nb::object shape = nb::steal(PyObject_GetAttr(leaves[0], names().shape));
+    if (!shape.is_valid() || !PyTuple_Check(shape.ptr()) || !PyTuple_GET_SIZE(shape.ptr())) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    n = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape.ptr(), 0));
+  }
+  if (n == 0) return std::nullopt;
+  return put_objects(h, columns, leaves.data(), n, full, timeout, wake, tensors, {streams, priorities});
+}
+// Where a TensorDict's own [n, *shape] tensors lie, to be written into. nullopt: they are not as they must be.
+std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle root, i64 n) {
+  std::vector<nb::object> leaves;
+  if (!find_leaves(columns, root.ptr(), true, leaves)) return std::nullopt;
+  std::vector<u64> out;
+  out.reserve(leaves.size());
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    Column c;
+    if (!tensor_column(columns, i, leaves[i].ptr(), n, 1, c)) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    out.push_back(reinterpret_cast<u64>(c.data));
+  }
+  for (size_t i = 0; i < out.size(); ++i)  // two keys must not share memory
+    for (size_t j = 0; j < i; ++j)
+      if (out[i] < out[j] + u64(n) * columns.leaves[j].bytes && out[j] < out[i] + u64(n) * columns.leaves[i].bytes) return std::nullopt;
+  return out;
+}
+
+Ticket clear(const H &h, bool keep_write_count, double timeout) {
+  Handle::Use use(*h);
+  Ticket t{h, nullptr, Status::ok};
+  u64 deadline = deadline_in(timeout);
+  {
+    nb::gil_scoped_release r;
+    t.status = h->clear(keep_write_count ? u32(kKeepWriteCount) : 0u, deadline, t.state, no_signal);
+  }
+  if (t.status == Status::interrupted) throw nb::python_error();
+  return t;
+}
+
+}  // namespace
+}  // namespace shmbuf

@@ -1,0 +1,87 @@
+// What all bindings share: handles, the interpreter's lock, signals, tickets.
+#pragma once
+#include "handle.h"
+#include "leaves.h"
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shmbuf {
+namespace {
+
+constexpr u64 kHoldGil = 64 << 10;  // copies up to this many bytes are not worth giving the GIL away
+
+u64 deadline_in(double seconds) {  // negative: for ever
+  if (seconds < 0 || seconds > 1e9) return kForever;
+  return now_ns() + u64(seconds * 1e9);
+}
+struct Ungil {  // give the GIL away if `yes`
+  PyThreadState *state;
+  explicit Ungil(bool yes) : state(yes ? PyEval_SaveThread() : nullptr) {}
+  ~Ungil() { if (state) PyEval_RestoreThread(state); }
+  Ungil(const Ungil &) = delete;
+};
+// Between slices of a wait, which runs without the GIL.
+bool no_signal() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() == 0;
+}
+struct BadPriority { u64 at; };
+
+nb::bytes bytes_of(const void *p, u64 n) { return nb::bytes(static_cast<const char *>(p), n); }
+
+// ---- tickets -----------------------------------------------------------------------------------------------------------
+struct Ticket {
+  std::shared_ptr<Handle> handle;
+  std::shared_ptr<TicketState> state;
+  Status status = Status::ok;
+
+  int wait(double timeout) {
+    if (!state || state->pieces.empty() || state->resolved) return 0;
+    Handle::Use use(*handle);
+    if (handle->try_wait(*state, kHoldGil)) return 0;
+    u64 deadline = deadline_in(timeout);
+    Status s;
+    {
+      nb::gil_scoped_release r;
+      s = handle->wait(*state, deadline, no_signal);
+    }
+    if (s == Status::interrupted) throw nb::python_error();
+    return int(s);
+  }
+  bool done() {
+    if (!state || state->pieces.empty() || state->resolved) return true;
+    try {
+      Handle::Use use(*handle);
+      return handle->resolve(*state);
+    } catch (const Gone &) {  // closed, or this is a fork child: what became of it is not known here
+      return false;
+    }
+  }
+  u64 asked() const { return state ? state->asked : 0; }
+  nb::list pieces() const {  // (rows, first id or None) per record
+    nb::list out;
+    if (state)
+      for (auto &p : state->pieces) out.append(nb::make_tuple(p.n, p.first >= kDropped ? nb::none() : nb::cast(p.first)));
+    return out;
+  }
+  u64 rows() const {
+    u64 n = 0;
+    if (state)
+      for (auto &p : state->pieces) n += p.n;
+    return n;
+  }
+};
+
+// ---- the handle --------------------------------------------------------------------------------------------------------
+using H = std::shared_ptr<Handle>;
+
+
+}  // namespace
+}  // namespace shmbuf
