@@ -61,8 +61,7 @@ def resolve(schema: Schema, chosen: Mapping[str, Any]) -> Marks:
     else:
         ends = next((tuple(columns[k] for k in g if k in columns) for g in END_KEYS if any(k in columns for k in g)), ())
         ends = tuple(c for c in ends if c.dtype in ("bool", "uint8"))
+    trajectory = next((columns[k] for k in TRAJECTORY_KEYS if k in columns), None)
     if "traj_key" in chosen:
         trajectory = column(chosen["traj_key"], "traj_key")
-    else:
-        trajectory = next((columns[k] for k in TRAJECTORY_KEYS if k in columns), None)
     return Marks(bool(chosen.get("keep") or ends or trajectory), ends, trajectory)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from shmbuf import Buffer, BufferNotFound, RingFull, ShmbufError, StorageLost, __version__, cli, segment
+from shmbuf._extension import native
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = {"obs": ("float32", (3,)), "next": {"obs": ("float32", (3,)), "done": "bool"}}
