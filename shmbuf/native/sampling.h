@@ -229,7 +229,7 @@ template <class Host> class Sampling {
     for (u64 j = 0; j < n; ++j) {
       const bool fresh = leaves[j] == 0 && std::signbit(leaves[j]);  // committed, its priority just not published yet
       const bool stored = ids[j] >= w.live_lo && ids[j] < w.hi && !std::isnan(leaves[j]);
-      out[j] = stored ? std::max(0.0, f.priority(fresh ? first_leaf(words(), f, tree_) : leaves[j])) : std::numeric_limits<double>::quiet_NaN();
+      out[j] = stored ? std::max(f.priority(fresh ? first_leaf(words(), f, tree_) : leaves[j]), 0.0) : std::numeric_limits<double>::quiet_NaN();
     }
   }
   const PriorityTree &tree() const { return tree_; }
@@ -243,14 +243,14 @@ template <class Host> class Sampling {
     if (h_.destroyed()) return Status::destroyed;  // a learner that only samples must hear of it, too
     if (!h_.ready()) return Status::empty;
     u64 patience = 0;
-    for (;;) {
+    for (int tries = 0;; ++tries) {
       bool lapped;
       if (draw_in_parts(s_, columns, n_columns, n, h_.next_seed(), new_pick, ids, lapped) == n) return Status::ok;
       if (lapped) return Status::lapped;
       if (!may_wait) return Status::would_wait;
       // Nothing can be drawn: empty, or one transaction is overwriting all there is, or all priorities are 0. Help, then tell.
       h_.help_until(any);
-      if (any()) continue;
+      if (any() && tries < 3) continue;  // not for ever: a writer that is stopped in T2 leaves a sum over leaves that are gone
       const Window w = window(s_);
       if (w.live_lo == w.hi) return Status::empty;
       if (all_zero()) return Status::no_priority;

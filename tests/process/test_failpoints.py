@@ -55,8 +55,5 @@ def test_kill_stop_and_successor(group):
     assert [line.split()[0] for line in run("-m", "tests.process.failpoints", *mine).splitlines()] == mine
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Sampling::draw_with goes round for ever while the sums are positive and the leaves are not"
-)
 def test_a_reader_by_priority_ends_while_the_writer_is_stopped():
     run("-c", "from tests.process.failpoints import stopped_while_all_rows_are_overwritten as f; f()")

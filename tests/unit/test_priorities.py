@@ -161,7 +161,6 @@ def test_eps_is_taken_off_again(make):
     np.testing.assert_allclose(all_priorities(buf), p, rtol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="Sampling::get_priorities: std::max(0.0, NaN) is 0.0")
 def test_alpha_0_forgets_priorities(make):
     assert np.isnan(all_priorities(prioritised(make, [1.0] * 10, alpha=0.0))).all()
 
