@@ -19,18 +19,27 @@ def main(name: str) -> int:
     rows, seconds = 0, 0.0  # at the last look
     while True:
         try:
-            buffer = Buffer.attach(name, readonly=True)  # anew each time: a kept handle would not notice the buffer's end
+            buffer = Buffer.attach(
+                name, readonly=True
+            )  # anew each time: a kept handle would not notice the buffer's end
         except BufferNotFound as e:
             print(e if not seconds else f"{name} is gone")
             return 0 if seconds else 1
         with buffer:
             now, written = time.monotonic(), buffer.write_count
             rate = f"{(written - rows) / (now - seconds):,.0f} rows/s" if seconds else ""
-            print(f"{len(buffer):,} of {buffer.capacity:,} rows  {len(buffer.collectors())} collectors  {rate}", flush=True)
+            print(
+                f"{len(buffer):,} of {buffer.capacity:,} rows  {len(buffer.collectors())} collectors  {rate}",
+                flush=True,
+            )
             if len(buffer):
                 sample, ids = buffer.draw(64, timeout=10)
-                print("  a sample:", ", ".join(f"{'/'.join(k)} {list(a.shape)}" for k, a in flatten(sample).items()),
-                      f" ids {ids.min()} to {ids.max()}", flush=True)
+                print(
+                    "  a sample:",
+                    ", ".join(f"{'/'.join(k)} {list(a.shape)}" for k, a in flatten(sample).items()),
+                    f" ids {ids.min()} to {ids.max()}",
+                    flush=True,
+                )
         rows, seconds = written, now
         time.sleep(1)
 

@@ -109,12 +109,18 @@ def collector(s: Settings, number: int) -> None:
             explore = rng.random() < max(epsilon, least)
             action = rng.integers(2) if explore else q_values(net, observation).argmax()
             after, reward, terminated, truncated, _ = env.step(action)
-            buffer.put({  # returns at once; the first dimension of every leaf is the rows, here one
-                "observation": observation[None],
-                "action": np.array([action]),
-                "next": {"observation": after[None], "reward": np.array([reward], np.float32),
-                         "terminated": np.array([terminated]), "done": np.array([terminated or truncated])},
-            })
+            buffer.put(
+                {  # returns at once; the first dimension of every leaf is the rows, here one
+                    "observation": observation[None],
+                    "action": np.array([action]),
+                    "next": {
+                        "observation": after[None],
+                        "reward": np.array([reward], np.float32),
+                        "terminated": np.array([terminated]),
+                        "done": np.array([terminated or truncated]),
+                    },
+                }
+            )
             observation = env.reset()[0] if terminated or truncated else after
 
 
@@ -132,7 +138,9 @@ def learner(s: Settings) -> None:
         return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 
     net, target, scale = network(), network(), torch.from_numpy(SCALE)
-    nn.init.ones_(net[-1].bias)  # values are in units of the best possible one: all is well until a fall teaches otherwise
+    nn.init.ones_(
+        net[-1].bias
+    )  # values are in units of the best possible one: all is well until a fall teaches otherwise
     target.load_state_dict(net.state_dict())
     adam = torch.optim.Adam(net.parameters(), fused=True)
     rb, policy = shmbuf.attach(s.name), Buffer.attach(f"{s.name}-policy")  # rb: class and batch size as main chose them
@@ -145,7 +153,9 @@ def learner(s: Settings) -> None:
         now, after = batch["observation"] * scale, batch["next", "observation"] * scale
         with torch.no_grad():  # double DQN: net chooses the action, target values it
             best = net(after).argmax(1, keepdim=True)
-            future = target(after).gather(1, best).squeeze(1) * ~batch["next", "terminated"]  # not "done": a time limit is no fall
+            future = (
+                target(after).gather(1, best).squeeze(1) * ~batch["next", "terminated"]
+            )  # not "done": a time limit is no fall
             goal = (1 - s.gamma) * batch["next", "reward"] + s.gamma * future
         value = net(now).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
         adam.param_groups[0]["lr"] = s.learning_rate * max(0.05, 1 - updates / 5_000)
@@ -156,11 +166,13 @@ def learner(s: Settings) -> None:
             torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), s.tau)
         updates += 1
         if updates % s.publish_every == 0:
-            policy.extend({  # returns when every process can see it
-                "updates": np.array([updates]),
-                "epsilon": np.array([max(0.0, 1 - updates / s.epsilon_updates)]),
-                "net": {name: p.detach().numpy()[None] for name, p in net.named_parameters()},
-            })
+            policy.extend(
+                {  # returns when every process can see it
+                    "updates": np.array([updates]),
+                    "epsilon": np.array([max(0.0, 1 - updates / s.epsilon_updates)]),
+                    "net": {name: p.detach().numpy()[None] for name, p in net.named_parameters()},
+                }
+            )
 
 
 # ---- main: makes the buffers, watches, judges, ends -------------------------------------------------------------------
@@ -190,7 +202,9 @@ def run(s: Settings) -> int:
         # Neither has a schema yet: the first put of any process decides it, here a collector's and the learner's.
 
         spawn = get_context("spawn")
-        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, i), daemon=True) for i in range(s.collectors)}
+        jobs = {
+            f"collector {i}": spawn.Process(target=collector, args=(s, i), daemon=True) for i in range(s.collectors)
+        }
         jobs["learner"] = spawn.Process(target=learner, args=(s,), daemon=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
         end.callback(stop, jobs)
@@ -214,9 +228,11 @@ def run(s: Settings) -> int:
                 if updates >= judged + s.evaluate_every:
                     returns.append((t, evaluate(net, env, s.episodes)))
                     judged, final = updates, float(np.mean([r for _, r in returns[-3:]]))
-                line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
-                        f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
-                        f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}")
+                line = (
+                    f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
+                    f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
+                    f"return {f'{returns[-1][1]:.0f}' if returns else '–'}  epsilon {epsilon:.2f}"
+                )
                 if live.console.is_terminal:
                     live.update(line, refresh=True)
                 elif len(watch) % 25 == 1:  # a log gets a line now and then
@@ -234,9 +250,13 @@ def run(s: Settings) -> int:
     print(f"{verdict} after {t:.1f} s")
     print(f"  rows written     {sum(put):,} ({(watch[-1][1] - since[1]) / max(t - since[0], 0.1):,.0f} rows/s)")
     print(f"  per collector    {'  '.join(f'{n:,}' for n in put)}")
-    print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)")
+    print(
+        f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)"
+    )
     if returns:
-        print(f"  final return     {final:.1f} (last 3 evaluations of {s.episodes} episodes; target {s.target_return:g})")
+        print(
+            f"  final return     {final:.1f} (last 3 evaluations of {s.episodes} episodes; target {s.target_return:g})"
+        )
     print(f"  picture          {picture(s, watch, returns)}")
     return 0 if verdict == "solved" else 1
 
@@ -258,13 +278,17 @@ def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> floa
 
 def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     figure.suptitle(f"DQN on CartPole-v1, {s.collectors} collectors, seed {s.seed} (dashed: target)")
     top.axhline(s.target_return, color="gray", linestyle="--")
     top.plot([t for t, _ in returns], [r for _, r in returns], "o-", markersize=4)
     top.set(ylabel=f"mean return of {s.episodes} greedy episodes", ylim=(0, 520))
-    for axes, column, label, color in ((middle, 1, "rows/s in", "tab:orange"), (bottom, 2, "batches/s out", "tab:green")):
+    for axes, column, label, color in (
+        (middle, 1, "rows/s in", "tab:orange"),
+        (bottom, 2, "batches/s out", "tab:green"),
+    ):
         axes.plot([t for t, _, _ in watch], [per_second(watch, i, column) for i in range(len(watch))], color=color)
         axes.set(ylabel=label, ylim=(0, None))
     bottom.set(xlabel="seconds", xlim=(0, None))
@@ -280,9 +304,13 @@ def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tupl
 def parse() -> Settings:
     """The dataclass as command-line options; its docstrings are their help."""
     texts = dict(re.findall(r'(\w+): \w+ = .*\n\s+"""(.*?)"""', inspect.getsource(Settings)))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     for f in fields(Settings):
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default, help=texts[f.name])
+        parser.add_argument(
+            f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default, help=texts[f.name]
+        )
     return Settings(**vars(parser.parse_args()))
 
 

@@ -117,12 +117,19 @@ def collector(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayB
             with torch.no_grad():
                 action, _ = act(actor, torch.from_numpy(observation))
         after, reward, terminated, truncated, _ = env.step(2 * action.numpy())
-        rows = TensorDict({
-            "observation": observation,
-            "action": action,
-            "next": {"observation": after, "reward": reward.astype(np.float32),
-                     "terminated": terminated, "done": terminated | truncated},
-        }, batch_size=[s.environments])
+        rows = TensorDict(
+            {
+                "observation": observation,
+                "action": action,
+                "next": {
+                    "observation": after,
+                    "reward": reward.astype(np.float32),
+                    "terminated": terminated,
+                    "done": terminated | truncated,
+                },
+            },
+            batch_size=[s.environments],
+        )
         # Where an episode ended in the step before, Gymnasium ≥ 1.0 has used this one to reset: `after` starts a new episode,
         # the action counted for nothing, and the row would lead from one episode into the next. The row before it is right
         # as it is: its "next" is the true last observation.
@@ -169,7 +176,9 @@ def learner(s: Settings, rb: TensorDictReplayBuffer, policy: TensorDictReplayBuf
         (alpha * log_p - least(critics, now, action)).mean().backward()
         adam_actor.step()
         adam_alpha.zero_grad()
-        (-log_alpha.exp() * (log_p.detach().mean() - 1)).backward()  # towards an entropy of −1, minus the number of actions
+        (
+            -log_alpha.exp() * (log_p.detach().mean() - 1)
+        ).backward()  # towards an entropy of −1, minus the number of actions
         adam_alpha.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), s.tau)
@@ -194,18 +203,27 @@ def evaluate(actor: nn.Module, episodes: int) -> float:
 
 
 def run(s: Settings) -> int:
-    print(f"SAC on Pendulum-v1: {s.collectors} × {s.environments} environments and a learner share buffer {s.name!r}", flush=True)
+    print(
+        f"SAC on Pendulum-v1: {s.collectors} × {s.environments} environments and a learner share buffer {s.name!r}",
+        flush=True,
+    )
     from rich.live import Live
 
     with ExitStack() as end:  # its calls run at the end in reverse order, whatever happened
-        rb = TensorDictReplayBuffer(storage=ShmStorage(s.capacity, name=s.name, exists="replace"), batch_size=s.batch_size)
+        rb = TensorDictReplayBuffer(
+            storage=ShmStorage(s.capacity, name=s.name, exists="replace"), batch_size=s.batch_size
+        )
         end.callback(shmbuf.destroy, s.name, force=True)
-        policy = TensorDictReplayBuffer(storage=ShmStorage(1, name=f"{s.name}-policy", drain="caller", exists="replace"))
+        policy = TensorDictReplayBuffer(
+            storage=ShmStorage(1, name=f"{s.name}-policy", drain="caller", exists="replace")
+        )
         end.callback(shmbuf.destroy, policy.name, force=True)
 
         spawn = get_context("spawn")
-        jobs = {f"collector {i}": spawn.Process(target=collector, args=(s, rb, policy, i), daemon=True)
-                for i in range(s.collectors)}
+        jobs = {
+            f"collector {i}": spawn.Process(target=collector, args=(s, rb, policy, i), daemon=True)
+            for i in range(s.collectors)
+        }
         jobs["learner"] = spawn.Process(target=learner, args=(s, rb, policy), daemon=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # for their numpy
         end.callback(stop, jobs)
@@ -231,9 +249,11 @@ def run(s: Settings) -> int:
                     TensorDict.from_module(actor).data.update_(row["actor"])
                     returns.append((t, evaluate(actor, s.episodes)))
                     judged = updates
-                line = (f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
-                        f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
-                        f"return {f'{returns[-1][1]:.0f}' if returns else '–'}")
+                line = (
+                    f"{t:3.0f} s  in {per_second(watch, -1, 1):,.0f} rows/s  out {per_second(watch, -1, 2):,.0f} batches/s  "
+                    f"rings {max((c['ring_used'] / c['ring_bytes'] for c in rings.values()), default=0):.1%}  "
+                    f"return {f'{returns[-1][1]:.0f}' if returns else '–'}"
+                )
                 if live.console.is_terminal:
                     live.update(line, refresh=True)
                 elif len(watch) % 25 == 1:  # a log gets a line now and then
@@ -251,7 +271,9 @@ def run(s: Settings) -> int:
     print(f"{verdict} after {t:.1f} s")
     print(f"  rows written     {sum(put):,} ({(watch[-1][1] - since[1]) / max(t - since[0], 0.1):,.0f} rows/s)")
     print(f"  per collector    {'  '.join(f'{n:,}' for n in put)}")
-    print(f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)")
+    print(
+        f"  batches sampled  {updates:,} of {s.batch_size} rows ({(updates - since[2]) / max(t - since[0], 0.1):,.0f} batches/s)"
+    )
     if returns:
         print(f"  final return     {returns[-1][1]:.1f} (mean of {s.episodes} episodes; target {s.target_return:g})")
     print(f"  picture          {picture(s, watch, returns)}")
@@ -275,13 +297,19 @@ def per_second(watch: list[tuple[float, int, int]], i: int, column: int) -> floa
 
 def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tuple[float, float]]) -> Path:
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
-    figure.suptitle(f"SAC on Pendulum-v1, {s.collectors} × {s.environments} environments, seed {s.seed} (dashed: target)")
+    figure.suptitle(
+        f"SAC on Pendulum-v1, {s.collectors} × {s.environments} environments, seed {s.seed} (dashed: target)"
+    )
     top.axhline(s.target_return, color="gray", linestyle="--")
     top.plot([t for t, _ in returns], [r for _, r in returns], "o-", markersize=4)
     top.set(ylabel=f"mean return of {s.episodes} episodes", ylim=(None, 0))
-    for axes, column, label, color in ((middle, 1, "rows/s in", "tab:orange"), (bottom, 2, "batches/s out", "tab:green")):
+    for axes, column, label, color in (
+        (middle, 1, "rows/s in", "tab:orange"),
+        (bottom, 2, "batches/s out", "tab:green"),
+    ):
         axes.plot([t for t, _, _ in watch], [per_second(watch, i, column) for i in range(len(watch))], color=color)
         axes.set(ylabel=label, ylim=(0, None))
     bottom.set(xlabel="seconds", xlim=(0, None))
@@ -297,9 +325,13 @@ def picture(s: Settings, watch: list[tuple[float, int, int]], returns: list[tupl
 def parse() -> Settings:
     """The dataclass as command-line options; its docstrings are their help."""
     texts = dict(re.findall(r'(\w+): \w+ = .*\n\s+"""(.*?)"""', inspect.getsource(Settings)))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     for f in fields(Settings):
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default, help=texts[f.name])
+        parser.add_argument(
+            f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default, help=texts[f.name]
+        )
     return Settings(**vars(parser.parse_args()))
 
 

@@ -168,9 +168,7 @@ class Attachment:
         return self
 
     @classmethod
-    def _attach_existing(
-        cls: type[Self], name: str, asked: dict, ring_bytes: int | None, given: Schema | None
-    ) -> Self:
+    def _attach_existing(cls: type[Self], name: str, asked: dict, ring_bytes: int | None, given: Schema | None) -> Self:
         self = cls.attach(name)
         try:
             has = {"capacity": self.capacity, "max_collectors": self._header["max_collectors"], **self.config}

@@ -43,9 +43,7 @@ class Buffer(Trajectories, Epochs):
 
     # ---- putting ------------------------------------------------------------------------------------------------
 
-    def put(
-        self, rows: Mapping, *, stream: Any = None, priorities: Any = None, timeout: float | None = None
-    ) -> Ticket:
+    def put(self, rows: Mapping, *, stream: Any = None, priorities: Any = None, timeout: float | None = None) -> Ticket:
         """Hand rows to the ring and return at once; blocks only while the ring is full (see ``full=``).
 
         Args:
@@ -112,7 +110,9 @@ class Buffer(Trajectories, Epochs):
                 f"buffer {self.name!r} keeps no trajectories, so rows have no stream: create it with trajectories=True"
             )
         if self.marks.trajectory is not None:
-            raise ValueError(f"stream= is not needed: rows carry their trajectory in {show_key(self.marks.trajectory.key)}")
+            raise ValueError(
+                f"stream= is not needed: rows carry their trajectory in {show_key(self.marks.trajectory.key)}"
+            )
 
     def _nothing(self) -> Ticket:
         return Ticket(Nothing, self, same_ids)

@@ -328,8 +328,11 @@ def _heading(info: Info) -> Any:
             f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
             f"{seg['rings_in_use']:,} in use, {nbytes(seg['rings_allocated_bytes'])} have memory)",
         )
-        line("", f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}, "
-             f"priorities and trajectories {nbytes(seg['bookkeeping_bytes'])}")
+        line(
+            "",
+            f"configuration {nbytes(seg['configuration_bytes'])}, schema {nbytes(seg['schema_bytes'])}, "
+            f"priorities and trajectories {nbytes(seg['bookkeeping_bytes'])}",
+        )
     line(
         "owner",
         f"uid {info['owner']}",
@@ -452,12 +455,12 @@ def rm_command(args: argparse.Namespace) -> int:
         except ERRORS as e:
             error = str(e)
         removed = error is None
-        results.append(
-            {"name": name, "owner": args.owner, "removed": removed, "waiting_rows": waiting, "error": error}
-        )
+        results.append({"name": name, "owner": args.owner, "removed": removed, "waiting_rows": waiting, "error": error})
         lost = f", and with it {count(waiting, 'row')} that waited in rings" if waiting else ""
         if error or not args.json:
-            print(printable(f"shminfo: {error}") if error else f"removed {name}{lost}", file=sys.stderr if error else None)
+            print(
+                printable(f"shminfo: {error}") if error else f"removed {name}{lost}", file=sys.stderr if error else None
+            )
     if args.json:
         print_json(results)
     return int(any(r["error"] for r in results))

@@ -78,7 +78,9 @@ class ReplayBufferEnsemble:
         """Each row's priority to the member it came from, by "buffer_ids". Raises KeyError, and as the members do."""
         ids = data.get("buffer_ids", None)
         if ids is None:
-            raise KeyError(f"'buffer_ids' is not in the TensorDict, which has {sorted(map(str, data.keys(True, True)))}")
+            raise KeyError(
+                f"'buffer_ids' is not in the TensorDict, which has {sorted(map(str, data.keys(True, True)))}"
+            )
         for part, member in zip(data.unbind(0), ids[:, 0].tolist(), strict=True):
             self._rbs[member].update_tensordict_priority(part)
 

@@ -23,7 +23,9 @@ EPOCH, CONSUMED = 0, 1  # words of the segment
 MAX_TIMES = 1 << 16
 MAX_TRIES = 1000
 PATIENCE = 1.0  # seconds for one transaction, as for draws
-Fetch = Callable[[np.ndarray, np.ndarray], Any]  # copies the rows of int64[n] ids where uint8[n] done is 0, and sets it where it could
+Fetch = Callable[
+    [np.ndarray, np.ndarray], Any
+]  # copies the rows of int64[n] ids where uint8[n] done is 0, and sets it where it could
 
 
 def check_options(seed: int | None, times: int = 1) -> None:
@@ -92,7 +94,11 @@ class EpochReader:
         if self.shared and self.buffer._readonly:
             raise PermissionError(
                 "a read-only handle cannot take rows from what readers share: "
-                + ("SamplerWithoutReplacement(shared=False) has an epoch of its own" if self.times is None else "attach it writable")
+                + (
+                    "SamplerWithoutReplacement(shared=False) has an epoch of its own"
+                    if self.times is None
+                    else "attach it writable"
+                )
             )
         if not self.buffer._standby:
             self.buffer._become_reader()

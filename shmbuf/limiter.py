@@ -172,7 +172,9 @@ def _difference(state: dict[str, Any]) -> str:
     spi, inserted, sampled, diff = state["num"] / state["den"], state["inserted"], state["sampled"], state["diff"]
     if math.isclose(inserted * spi - sampled, diff, abs_tol=1e-6):
         return f"inserted {inserted:,} x {spi:g} - sampled {sampled:,} = {diff:,.10g}"
-    return f"inserted x {spi:g} - sampled, since the limiter was set, = {diff:,.10g} (in all {inserted:,} and {sampled:,})"
+    return (
+        f"inserted x {spi:g} - sampled, since the limiter was set, = {diff:,.10g} (in all {inserted:,} and {sampled:,})"
+    )
 
 
 def waiting_text(state: dict[str, Any], n: int) -> str:
@@ -181,7 +183,9 @@ def waiting_text(state: dict[str, Any], n: int) -> str:
         return f"inserted {state['inserted']:,} rows, sampling begins at {state['min_size']:,}: samplers wait for collectors"
     if state["sampler_waits_for_inserts"]:
         more = f"{n:,} rows" if n != 1 else "a row"
-        return f"{_difference(state)}; {more} more would go below {state['min_diff']:,.10g}: samplers wait for collectors"
+        return (
+            f"{_difference(state)}; {more} more would go below {state['min_diff']:,.10g}: samplers wait for collectors"
+        )
     return collectors_text(state) or _difference(state)
 
 

@@ -75,9 +75,7 @@ class Priorities(Reading):
         """
         check_formula(alpha, eps)
         timeout = self._timeout if timeout is None else timeout
-        status = _STATUS[
-            self._call("keep_priorities", alpha, eps, max_priority_within_buffer, seconds_of(timeout))
-        ]
+        status = _STATUS[self._call("keep_priorities", alpha, eps, max_priority_within_buffer, seconds_of(timeout))]
         if status == "other_formula":
             has = self._get("priorities")
             raise ValueError(

@@ -186,7 +186,9 @@ class Reading(Attachment):
                     f"difference of {state['max_diff']:g}, and a batch may not take it below {state['min_diff']:g}"
                 )
             if why == "readonly":
-                raise PermissionError("a read-only handle cannot sample from a buffer with a limiter, which counts samples")
+                raise PermissionError(
+                    "a read-only handle cannot sample from a buffer with a limiter, which counts samples"
+                )
             raise StorageLost(f"buffer {self.name!r} was {why} while a sampler waited for its limiter")
 
     @contextlib.contextmanager

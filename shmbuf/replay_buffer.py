@@ -478,7 +478,10 @@ class ReplayBuffer:
         self.close()
 
     def __reduce__(self) -> tuple:
-        own: dict[str, Any] = {"batch_size": self._batch_size, "sampler": [self._sampler.name, self._sampler.arguments()]}
+        own: dict[str, Any] = {
+            "batch_size": self._batch_size,
+            "sampler": [self._sampler.name, self._sampler.arguments()],
+        }
         if self._unit is not None:
             own["sample_unit"] = [self._unit.name, self._unit.arguments()]
         return _unpickle, (type(self), self.buffer, own)
@@ -532,7 +535,12 @@ _INTEGERS, _REALS = (torch.int64,), (torch.float32, torch.float64)
 
 def _plain(t: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     return (
-        type(t) is torch.Tensor and t.dtype in dtypes and t.is_cpu and t.numel() == n and t.is_contiguous() and not t.is_neg()
+        type(t) is torch.Tensor
+        and t.dtype in dtypes
+        and t.is_cpu
+        and t.numel() == n
+        and t.is_contiguous()
+        and not t.is_neg()
     )
 
 

@@ -34,7 +34,9 @@ def settings(trajectories: bool | None, traj_key: Any, end_keys: Any) -> dict[st
     if traj_key is not None:
         out["traj_key"] = list(as_key(traj_key))
     if end_keys is not None:
-        single = isinstance(end_keys, str) or (end_keys and all(isinstance(k, str) for k in end_keys) and isinstance(end_keys, tuple))
+        single = isinstance(end_keys, str) or (
+            end_keys and all(isinstance(k, str) for k in end_keys) and isinstance(end_keys, tuple)
+        )
         keys = [end_keys] if single else list(end_keys)
         if len(keys) > MAX_END_KEYS:
             raise ValueError(f"{len(keys)} end keys: at most {MAX_END_KEYS}")
@@ -59,7 +61,9 @@ def resolve(schema: Schema, chosen: Mapping[str, Any]) -> Marks:
     if "end_keys" in chosen:
         ends = tuple(column(k, "end_keys") for k in chosen["end_keys"])
     else:
-        ends = next((tuple(columns[k] for k in g if k in columns) for g in END_KEYS if any(k in columns for k in g)), ())
+        ends = next(
+            (tuple(columns[k] for k in g if k in columns) for g in END_KEYS if any(k in columns for k in g)), ()
+        )
         ends = tuple(c for c in ends if c.dtype in ("bool", "uint8"))
     trajectory = next((columns[k] for k in TRAJECTORY_KEYS if k in columns), None)
     if "traj_key" in chosen:

@@ -20,6 +20,7 @@ MAX_TRIES = 1000
 _MOVED = 20  # looks that find no slice in a window that moves meanwhile, until that is believed
 _NAP = 1e-3
 
+
 class Trajectory(NamedTuple):
     """The stored part of a trajectory: the ids of its first and last row, and how many rows it has.
 
@@ -80,7 +81,10 @@ class Trajectories(Reading):
             done = np.zeros((n, length), np.uint8)
             addresses = [address_of(a) for a in out]
             for _ in range(MAX_TRIES):
-                if self._call("fetch", self._columns, addresses, n * length, address_of(ids), address_of(done)) == n * length:
+                if (
+                    self._call("fetch", self._columns, addresses, n * length, address_of(ids), address_of(done))
+                    == n * length
+                ):
                     break
                 bad = np.flatnonzero(~done.all(axis=1))
                 done[bad] = 0
@@ -138,7 +142,9 @@ class Trajectories(Reading):
                     raise self._slices_lapped(length)
             elif now != window and tries < _MOVED:  # it holds of no one moment
                 pass
-            elif lo != live_lo and tries < MAX_TRIES:  # rows are being overwritten just now: wait for what comes instead
+            elif (
+                lo != live_lo and tries < MAX_TRIES
+            ):  # rows are being overwritten just now: wait for what comes instead
                 time.sleep(_NAP)
             elif not len(self):
                 self.wait_rows(1, None if seconds < 0 else max(0.0, seconds - (time.monotonic() - since)))

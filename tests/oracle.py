@@ -89,7 +89,7 @@ def check_links(buffer: Buffer, streams: bool, cuts: int | None = 0) -> None:
         if key in last:
             following[last[key]] = i
         last[key] = i
-    ends, firsts, _ = buffer._handle.trajectories()
+    ends, firsts, _, _ = buffer._handle.trajectories()
     seen, cut = np.zeros(hi - lo, int), 0
     for end, first in zip(ends, firsts, strict=True):
         t = np.array(buffer._handle.trajectory(end)) - lo

@@ -77,7 +77,9 @@ class SamplerEnsemble:
             return
         p = torch.as_tensor(value, dtype=torch.float64)
         if p.shape != (len(self._samplers),):
-            raise ValueError(f"p of shape {list(p.shape)}: one weight for each of {len(self._samplers)} members is needed")
+            raise ValueError(
+                f"p of shape {list(p.shape)}: one weight for each of {len(self._samplers)} members is needed"
+            )
         if not (p.isfinite().all() and (p >= 0).all() and p.sum() > 0):
             raise ValueError(f"p={p.tolist()}: finite weights ≥ 0, not all 0")
         self._p = p / p.sum()

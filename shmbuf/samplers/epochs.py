@@ -102,9 +102,7 @@ class SamplerWithoutReplacement(_EpochSampler):
 
     name = "without_replacement"
 
-    def __init__(
-        self, drop_last: bool = False, shuffle: bool = True, *, shared: bool = False, seed: int | None = None
-    ):
+    def __init__(self, drop_last: bool = False, shuffle: bool = True, *, shared: bool = False, seed: int | None = None):
         super().__init__(seed)
         self.drop_last, self.shuffle, self.shared = bool(drop_last), bool(shuffle), bool(shared)
 

@@ -94,7 +94,9 @@ class PrioritizedSampler(Sampler):
 
     def check_capacity(self, max_size: int) -> None:
         if self.max_capacity is not None and self.max_capacity != max_size:
-            raise ValueError(f"max_capacity={self.max_capacity:,} of the sampler, but the storage holds {max_size:,} rows")
+            raise ValueError(
+                f"max_capacity={self.max_capacity:,} of the sampler, but the storage holds {max_size:,} rows"
+            )
 
     def prepare(self, storage: ShmStorage) -> None:
         storage.buffer.keep_priorities(
@@ -116,7 +118,13 @@ class PrioritizedSampler(Sampler):
         else:
             check_weighting(beta, self.normalize)
         return storage.draw_by_priority(
-            batch_size, beta=beta, normalize=self.normalize, stratified=self.stratified, out=out, timeout=timeout, pin=pin
+            batch_size,
+            beta=beta,
+            normalize=self.normalize,
+            stratified=self.stratified,
+            out=out,
+            timeout=timeout,
+            pin=pin,
         )
 
     def reduce(self, priority: torch.Tensor, n: int) -> torch.Tensor:

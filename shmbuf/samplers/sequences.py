@@ -191,7 +191,9 @@ class Sequence(SampleUnit):
         ids[gone] = anchors[gone, None]
         return ids, valid
 
-    def expand(self, index: torch.Tensor, info: dict[str, Any], storage: ShmStorage) -> tuple[torch.Tensor, dict[str, Any]]:
+    def expand(
+        self, index: torch.Tensor, info: dict[str, Any], storage: ShmStorage
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """TorchRL's: the windows about these indices, and info with each anchor's entries repeated and the unit's own."""
         anchors = storage.buffer.ids_of(index.reshape(-1).numpy())
         ids, valid = self.windows(storage.buffer, anchors)
@@ -317,7 +319,9 @@ class NStep(SampleUnit):
         key = self._reward_key(rows)
         reward = rows.get(key).reshape(n, self.n, *rows.get(key).shape[1:])
         steps = torch.from_numpy(used)
-        discount = torch.where(torch.arange(self.n) < steps[:, None], self.gamma ** torch.arange(self.n, dtype=torch.float64), 0.0)
+        discount = torch.where(
+            torch.arange(self.n) < steps[:, None], self.gamma ** torch.arange(self.n, dtype=torch.float64), 0.0
+        )
         shape = (n, *(1,) * (reward.ndim - 2))
         total = (reward.to(torch.float64) * discount.reshape(n, self.n, *shape[1:])).sum(1)
         if last.get("next", None) is not None:

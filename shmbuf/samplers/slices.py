@@ -101,7 +101,9 @@ class SliceSampler(Sampler):
                 "trajectory ends; name the columns with end_key= or traj_key="
             )
         if pad_output and strict_length:
-            raise ValueError("pad_output=True needs strict_length=False: with strict_length=True there is nothing to pad")
+            raise ValueError(
+                "pad_output=True needs strict_length=False: with strict_length=True there is nothing to pad"
+            )
         if by not in BY:
             raise ValueError(f"by={by!r}: one of {', '.join(BY)}")
         self.num_slices = None if num_slices is None else int(num_slices)
@@ -184,7 +186,9 @@ class SliceSampler(Sampler):
 
     def _shape(self, batch_size: int) -> tuple[int, int]:
         """How many slices, how long."""
-        by, what = (self.num_slices, "number of slices") if self.num_slices is not None else (self.slice_len, "slice length")
+        by, what = (
+            (self.num_slices, "number of slices") if self.num_slices is not None else (self.slice_len, "slice length")
+        )
         assert by is not None
         if batch_size % by or not batch_size:
             raise RuntimeError(
@@ -199,7 +203,9 @@ class SliceSampler(Sampler):
         for side in self.span:
             rows = length - 1 if side is True else int(side)
             if rows >= length:
-                raise ValueError(f"span={self.span}: the left and right span must be lower than the slice length, {length}")
+                raise ValueError(
+                    f"span={self.span}: the left and right span must be lower than the slice length, {length}"
+                )
             out.append(rows)
         return out
 
@@ -317,7 +323,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             strict_length=strict_length,
         )
         self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
-        self._left: list[int] = []  # last rows of the trajectories that this pass has still to draw from; popped from the end
+        self._left: list[
+            int
+        ] = []  # last rows of the trajectories that this pass has still to draw from; popped from the end
         self._of: str | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
 
@@ -537,7 +545,9 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
         else:
             raise buffer._slices_lapped(length)
         if not leaf.any():
-            raise RuntimeError(f"no slice can be drawn: the priorities of all {len(starts):,} rows where one may begin are 0")
+            raise RuntimeError(
+                f"no slice can be drawn: the priorities of all {len(starts):,} rows where one may begin are 0"
+            )
         at = buffer.generator().choice(len(starts), size=len(todo), p=leaf / leaf.sum())
         ids[todo], lens[todo] = buffer.walk_forward(starts[at], length)
         leaves[todo] = leaf[at]
@@ -569,9 +579,11 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
             ids = ids[self._legal(buffer, ids, buffer.walk_forward(ids, length)[1], length, right)]
             p = buffer.priorities(ids)
             # alpha = 0 forgets priorities, but all rows that have any are as likely
-            leaf = np.where(np.isnan(p), 0.0, (np.nan_to_num(p) + self._eps) ** self._alpha) if self._alpha else np.ones(len(ids))
+            leaf = (
+                np.where(np.isnan(p), 0.0, (np.nan_to_num(p) + self._eps) ** self._alpha)
+                if self._alpha
+                else np.ones(len(ids))
+            )
             starts.append(ids)
             leaves.append(leaf)
         return np.concatenate(starts or [np.zeros(0, np.int64)]), np.concatenate(leaves or [np.zeros(0)])
-
-

@@ -241,7 +241,9 @@ def _version_column(storage: ShmStorage, key: tuple[str, ...]) -> tuple[Column, 
     schema = storage.schema()
     column = next((c for c in schema.columns if c.key == key), None)
     if column is None:
-        raise KeyError(f"no column {show_key(key)} with a policy version; there are {', '.join(map(show_key, schema.keys))}")
+        raise KeyError(
+            f"no column {show_key(key)} with a policy version; there are {', '.join(map(show_key, schema.keys))}"
+        )
     if int(np.prod(column.shape, dtype=np.int64)) != 1 or "complex" in column.dtype:
         raise SchemaError(f"key {show_key(key)}: {column} is no policy version, which is one real number a row")
     columns = native.Columns()

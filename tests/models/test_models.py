@@ -24,4 +24,6 @@ def test_verdict(entry):
 def test_every_model_and_litmus_file_is_run_and_has_a_mutant():
     files = {p.name for p in Path(__file__).parent.iterdir() if p.suffix in (".pml", ".c")}
     assert files == {getattr(e, "model", None) or e.file for e in models.ENTRIES}
-    assert {p for p in files if p.endswith(".pml")} == {e.model for e in models.ENTRIES if isinstance(e, models.Spin) and not e.holds}
+    assert {p for p in files if p.endswith(".pml")} == {
+        e.model for e in models.ENTRIES if isinstance(e, models.Spin) and not e.holds
+    }

@@ -438,7 +438,10 @@ def test_attach_waits_for_a_name_that_comes(unique_name):
 
 
 def test_who_only_samples_hears_of_a_forced_destroy(unique_name):
-    with Buffer.create(unique_name, 100, schema=oracle.SCHEMA, drain="caller") as buffer, Buffer.attach(unique_name) as learner:
+    with (
+        Buffer.create(unique_name, 100, schema=oracle.SCHEMA, drain="caller") as buffer,
+        Buffer.attach(unique_name) as learner,
+    ):
         buffer.extend(oracle.make_rows(0, 0, 5))
         oracle.check_rows(learner.draw(3)[0])
         destroy(unique_name, force=True)

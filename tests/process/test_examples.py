@@ -26,8 +26,24 @@ class Run:
     def __init__(self, script: str, name: str, out: Path, *options: str):
         self.name = name
         self.process = subprocess.Popen(
-            [sys.executable, EXAMPLES / script, "--name", name, "--out", out, "--warmup", "300", "--evaluate-every", "20", *options],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            [
+                sys.executable,
+                EXAMPLES / script,
+                "--name",
+                name,
+                "--out",
+                out,
+                "--warmup",
+                "300",
+                "--evaluate-every",
+                "20",
+                *options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self.group = self.process.pid
 
     def wait_rows(self, n: int) -> Buffer:
@@ -82,7 +98,9 @@ def example(unique_name, tmp_path):
 def test_reaches_its_target_and_says_what_it_did(example, tmp_path, script, target):
     status, output = example(f"{script}.py", "--target-return", target, "--collectors", "2").end()
     assert status == 0, output
-    lines = dict(line.strip().split("  ", 1) for line in output.splitlines() if line.startswith("  ") and " s  in " not in line)
+    lines = dict(
+        line.strip().split("  ", 1) for line in output.splitlines() if line.startswith("  ") and " s  in " not in line
+    )
     lines = {key: text.strip() for key, text in lines.items()}
     assert list(lines) == ["rows written", "per collector", "batches sampled", "final return", "picture"], output
     written, collectors = lines["rows written"], lines["per collector"].split()
@@ -112,7 +130,9 @@ def test_gives_up_in_time(example):
 def test_ctrl_c_ends_everything_without_a_traceback_and_a_watcher_sees_it_end(example):
     run = example("dqn_cartpole.py", *ENDLESS)
     run.wait_rows(300).close()
-    watcher = subprocess.Popen([sys.executable, EXAMPLES / "attach_and_watch.py", run.name], stdout=subprocess.PIPE, text=True)
+    watcher = subprocess.Popen(
+        [sys.executable, EXAMPLES / "attach_and_watch.py", run.name], stdout=subprocess.PIPE, text=True
+    )
     seen = [watcher.stdout.readline() for _ in range(4)]
     os.killpg(run.group, signal.SIGINT)  # a terminal sends it to all of them
     status, output = run.end()

@@ -16,7 +16,10 @@ def creators() -> set[int]:
     found = set()
     for name in segment.names():
         if name.startswith(segment.UNNAMED):
-            with contextlib.suppress(ShmbufError, OSError), contextlib.closing(segment.attach(name, watch=True)) as handle:
+            with (
+                contextlib.suppress(ShmbufError, OSError),
+                contextlib.closing(segment.attach(name, watch=True)) as handle,
+            ):
                 found.add(handle.header["creator_pid"])
     return found
 

@@ -92,7 +92,9 @@ def test_a_name_that_is_taken(make_rb, rb):
 
 def test_attach_waits_for_the_name(make_name):
     name, made = make_name(), []
-    thread = threading.Timer(0.1, lambda: made.append(TensorDictReplayBuffer(storage=ShmStorage(10, name=name, drain="caller"))))
+    thread = threading.Timer(
+        0.1, lambda: made.append(TensorDictReplayBuffer(storage=ShmStorage(10, name=name, drain="caller")))
+    )
     thread.start()
     with shmbuf.attach(name, timeout=60) as rb:
         thread.join()

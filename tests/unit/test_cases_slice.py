@@ -107,7 +107,9 @@ def test_b028_mixed_lengths(buffer):
     assert set(lens.tolist()) == {2, 4} and len(ids) == lens.sum()
     begin = np.cumsum(lens) - lens
     for start, n in zip(begin.tolist(), lens.tolist(), strict=True):
-        assert rows["t"][start : start + n].tolist() == ([0, 1] if n == 2 else list(range(rows["t"][start], rows["t"][start] + 4)))
+        assert rows["t"][start : start + n].tolist() == (
+            [0, 1] if n == 2 else list(range(rows["t"][start], rows["t"][start] + 4))
+        )
     assert set(rows["t"][begin].tolist()) == {0, 10, 11}
     assert abs((lens == 2).mean() - 0.5) < 0.025
     with pytest.raises(NotEnoughRows, match=r"the longest has 2 rows, slices of 4 were asked for"):
@@ -115,7 +117,11 @@ def test_b028_mixed_lengths(buffer):
 
 
 def test_b031_row_by_row_equals_batch_by_batch(buffer):
-    whole = {"t": np.arange(30), "x": np.zeros(30, "f4"), "next": {"obs": np.arange(30) + 1, "done": np.arange(30) % 10 == 9}}
+    whole = {
+        "t": np.arange(30),
+        "x": np.zeros(30, "f4"),
+        "next": {"obs": np.arange(30) + 1, "done": np.arange(30) % 10 == 9},
+    }
 
     def part(lo: int, hi: int) -> dict:
         return {k: v[lo:hi] if k != "next" else {x: y[lo:hi] for x, y in v.items()} for k, v in whole.items()}
@@ -184,6 +190,9 @@ def test_b039_an_open_episode_longer_than_the_buffer(buffer):
 def test_b040_links_to_evicted_rows_are_cut(buffer):
     buf = buffer(6, episode(0, 4), episode(10, 4))
     assert buf.trajectories() == [Trajectory(2, 3, 2, True, True), Trajectory(4, 7, 4, False, True)]
-    assert [(t.head_missing, rows["t"].tolist()) for t, rows in buf.export()] == [(True, [2, 3]), (False, [10, 11, 12, 13])]
+    assert [(t.head_missing, rows["t"].tolist()) for t, rows in buf.export()] == [
+        (True, [2, 3]),
+        (False, [10, 11, 12, 13]),
+    ]
     assert buf.preceding([2, 3, 4, 5]).tolist() == [-1, 2, -1, 4]
     assert buf.walk_back([2, 3], 4)[1].tolist() == [1, 2]

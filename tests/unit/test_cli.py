@@ -139,9 +139,11 @@ def test_a_buffer_destroyed_while_the_list_is_made_is_left_out(name, shminfo_jso
 
 
 def test_rows_that_wait_in_rings_are_told_of(name, shminfo, shminfo_json):
-    code = ("import os, signal, sys; from shmbuf import Buffer; from tests.unit.test_cli import SCHEMA, rows\n"
-            "bufs = [Buffer.create(sys.argv[1], 100, schema=SCHEMA, drain='caller'), Buffer.attach(sys.argv[1])]\n"
-            "bufs[0].extend(rows(1)), bufs[0].put(rows(2)), bufs[1].put(rows(3)), os.kill(os.getpid(), signal.SIGKILL)")
+    code = (
+        "import os, signal, sys; from shmbuf import Buffer; from tests.unit.test_cli import SCHEMA, rows\n"
+        "bufs = [Buffer.create(sys.argv[1], 100, schema=SCHEMA, drain='caller'), Buffer.attach(sys.argv[1])]\n"
+        "bufs[0].extend(rows(1)), bufs[0].put(rows(2)), bufs[1].put(rows(3)), os.kill(os.getpid(), signal.SIGKILL)"
+    )
     assert subprocess.run([sys.executable, "-c", code, name], cwd=ROOT).returncode == -signal.SIGKILL
     (info,) = [i for i in shminfo_json("--json") if i["name"] == name]
     assert (info["size"], info["waiting_rows"]) == (1, 5)
@@ -175,43 +177,89 @@ def test_show_json_is_complete(name, shminfo_json):
     with Buffer.create(name, 100, **settings) as buf, collector(name, 130) as other:
         buf.extend(rows(20))
         info = shminfo_json("show", name, "--json")
-        assert info == {**info, "capacity": 100, "size": 100, "rows_total": 150, "write_count": 150,
-                        "row_bytes": 32, "creator_pid": os.getpid()}
+        assert info == {
+            **info,
+            "capacity": 100,
+            "size": 100,
+            "rows_total": 150,
+            "write_count": 150,
+            "row_bytes": 32,
+            "creator_pid": os.getpid(),
+        }
         assert info["window"] == {"first_id": 50, "last_id": 149, "end_id": 150}
-        assert info["schema"] == {"payload_bytes": 25, "row_bytes": 32, "columns": [
-            {"key": ["obs"], "dtype": "float32", "shape": [3], "bytes": 12, "offset": 0},
-            {"key": ["next", "obs"], "dtype": "float32", "shape": [3], "bytes": 12, "offset": 12},
-            {"key": ["next", "done"], "dtype": "bool", "shape": [], "bytes": 1, "offset": 24}]}
+        assert info["schema"] == {
+            "payload_bytes": 25,
+            "row_bytes": 32,
+            "columns": [
+                {"key": ["obs"], "dtype": "float32", "shape": [3], "bytes": 12, "offset": 0},
+                {"key": ["next", "obs"], "dtype": "float32", "shape": [3], "bytes": 12, "offset": 12},
+                {"key": ["next", "done"], "dtype": "bool", "shape": [], "bytes": 1, "offset": 24},
+            ],
+        }
         assert info["settings"] == {
-            "full": "block", "timeout": 2.5, "drain": "caller", "class": None, "batch_size": None, "sampler": None,
-            "sampler_arguments": {}, "priority_key": None, "pin_memory": None, "max_collectors": 8,
-            "max_members": info["settings"]["max_members"], "ring_bytes": 1 << 16}
+            "full": "block",
+            "timeout": 2.5,
+            "drain": "caller",
+            "class": None,
+            "batch_size": None,
+            "sampler": None,
+            "sampler_arguments": {},
+            "priority_key": None,
+            "pin_memory": None,
+            "max_collectors": 8,
+            "max_members": info["settings"]["max_members"],
+            "ring_bytes": 1 << 16,
+        }
         part, stride = info["segment"], native.ring_stride(1 << 16, True)
         assert (part["rings_bytes"], part["rings_allocated_bytes"], part["rings_in_use"]) == (8 * stride, 2 * stride, 2)
-        assert part["file_bytes"] == sum(part[f"{k}_bytes"] for k in ("configuration", "schema", "rows", "bookkeeping", "rings"))
+        assert part["file_bytes"] == sum(
+            part[f"{k}_bytes"] for k in ("configuration", "schema", "rows", "bookkeeping", "rings")
+        )
         assert {m["pid"]: (m["roles"], m["alive"]) for m in info["members"]} == {
-            os.getpid(): (["creator", "collector"], True), other.pid: (["collector"], True)}
+            os.getpid(): (["creator", "collector"], True),
+            other.pid: (["collector"], True),
+        }
         assert all(m["process_state"] in "RSD" for m in info["members"])
         assert info["writer"]["pid"] == os.getpid() and not info["writer"]["active"]
         assert info["writer"]["transactions"] >= 2 and info["writer"]["takeovers"] == 0
         mine = next(c for c in info["collectors"] if c["pid"] == os.getpid())
-        assert mine == {**mine, "state": "alive", "put_rows": 20, "stored_rows": 20, "skipped_rows": 0,
-                        "dropped_rows": 0, "refused_rows": 0, "ring_used": 0, "ring_bytes": 1 << 16, "ring_fill": 0.0}
+        assert mine == {
+            **mine,
+            "state": "alive",
+            "put_rows": 20,
+            "stored_rows": 20,
+            "skipped_rows": 0,
+            "dropped_rows": 0,
+            "refused_rows": 0,
+            "ring_used": 0,
+            "ring_bytes": 1 << 16,
+            "ring_fill": 0.0,
+        }
         assert info["counters"]["put_rows"] == 150
         assert shminfo_json("--json", "show", name).keys() == info.keys(), "before the command means the same"
 
 
 def test_show_prints_settings_of_a_replay_buffer(name, shminfo):
-    face = {"class": "TensorDictReplayBuffer", "batch_size": 256, "priority_key": ["next", "error"],
-            "sampler": ["prioritized", {"alpha": 0.6}]}
+    face = {
+        "class": "TensorDictReplayBuffer",
+        "batch_size": 256,
+        "priority_key": ["next", "error"],
+        "sampler": ["prioritized", {"alpha": 0.6}],
+    }
     with Buffer.create(name, 100, schema=SCHEMA, config={"face": face}) as buf:
         buf.extend(rows(7))
         status, out, err = shminfo("show", name)
         assert (status, err) == (0, "")
-        for text in ("7 of 100 (7.0%), row ids 0 to 6", "TensorDictReplayBuffer, batch size 256",
-                     "sampler prioritized(alpha=0.6), priority key ('next', 'error')",
-                     "full: block (waits for ever), drain: thread, at most 256 collectors", "schema: 3 columns",
-                     "(each 32 bytes: 25 payload, 7 padding)", "('next', 'done')", "creator, collector"):
+        for text in (
+            "7 of 100 (7.0%), row ids 0 to 6",
+            "TensorDictReplayBuffer, batch size 256",
+            "sampler prioritized(alpha=0.6), priority key ('next', 'error')",
+            "full: block (waits for ever), drain: thread, at most 256 collectors",
+            "schema: 3 columns",
+            "(each 32 bytes: 25 payload, 7 padding)",
+            "('next', 'done')",
+            "creator, collector",
+        ):
             assert text in out
         assert max(map(len, out.splitlines())) < 140, "no wider than a terminal"
         assert not any(line.endswith(" ") for line in out.splitlines())
@@ -440,9 +488,11 @@ def python(code: str, *args: str) -> subprocess.CompletedProcess:
 def test_it_never_imports_torch(name):
     with Buffer.create(name, 10, schema=SCHEMA) as buf:
         buf.extend(rows(3))
-        code = ("import sys; from shmbuf.cli import main\n"
-                "assert main(['show', sys.argv[1]]) == main([]) == main(['--json']) == 0\n"
-                "sys.exit(', '.join(m for m in ('torch', 'tensordict', 'numpy') if m in sys.modules) or None)")
+        code = (
+            "import sys; from shmbuf.cli import main\n"
+            "assert main(['show', sys.argv[1]]) == main([]) == main(['--json']) == 0\n"
+            "sys.exit(', '.join(m for m in ('torch', 'tensordict', 'numpy') if m in sys.modules) or None)"
+        )
         done = python(code, name)
         assert (done.returncode, done.stderr) == (0, "")
         code = "import sys; from shmbuf.cli import main; main(['--json']); sys.exit('rich' in sys.modules)"
@@ -460,8 +510,12 @@ def test_a_reader_that_leaves_early_is_no_error(name):
 
 def test_it_prints_where_only_ascii_can_be(name):
     with Buffer.create(name, 10, schema=SCHEMA):
-        done = subprocess.run([sys.executable, "-m", "shmbuf.cli", "show", name], capture_output=True, timeout=60,
-                              env={**os.environ, "PYTHONIOENCODING": "ascii"})
+        done = subprocess.run(
+            [sys.executable, "-m", "shmbuf.cli", "show", name],
+            capture_output=True,
+            timeout=60,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )
         assert (done.returncode, done.stderr) == (0, b"") and done.stdout.isascii()
 
 
@@ -473,8 +527,14 @@ def test_tools_shminfo_runs_from_the_checkout(name, interpreter, tmp_path):
     path = ":".join(p for p in os.environ["PATH"].split(":") if ".venv" not in p)
     env = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PATH": path}
     with Buffer.create(name, 10, schema=SCHEMA):
-        done = subprocess.run([*([interpreter] if interpreter else []), script, "show", name, "--json"], env=env,
-                              capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        done = subprocess.run(
+            [*([interpreter] if interpreter else []), script, "show", name, "--json"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
     assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["name"] == name
 
 
@@ -499,15 +559,19 @@ def test_a_damaged_control_page_is_looked_at_without_a_crash(name: str, seed: in
 
 def test_a_process_name_cut_inside_a_character_is_shown(name: str) -> None:
     """Linux keeps 15 bytes of it, which may end in half a character."""
-    code = ("open('/proc/self/comm', 'wb').write('обработчик-данных'.encode()[:15]); import sys; from shmbuf import Buffer; "
-            "b = Buffer.attach(sys.argv[1]); print(b.members()[-1]['command'])")
+    code = (
+        "open('/proc/self/comm', 'wb').write('обработчик-данных'.encode()[:15]); import sys; from shmbuf import Buffer; "
+        "b = Buffer.attach(sys.argv[1]); print(b.members()[-1]['command'])"
+    )
     with Buffer.create(name, 100, schema=SCHEMA):
         done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.startswith("обработ"), done
 
 
 def test_counters_of_a_reused_ring_start_again(name: str) -> None:
-    with Buffer.create(name, 100, schema=SCHEMA, drain="caller", full="error", ring_bytes=4096, max_collectors=1) as looker:
+    with Buffer.create(
+        name, 100, schema=SCHEMA, drain="caller", full="error", ring_bytes=4096, max_collectors=1
+    ) as looker:
         first = Buffer.attach(name)
         with pytest.raises(RingFull):
             for _ in range(200):

@@ -66,7 +66,9 @@ def test_by_weight_and_by_size(make):
 
 
 def test_a_set_rng_repeats_members_and_rows(make):
-    e = ReplayBufferEnsemble(make(0, sampler=PrioritizedSampler()), make(1, sampler=SamplerWithoutReplacement()), make(2))
+    e = ReplayBufferEnsemble(
+        make(0, sampler=PrioritizedSampler()), make(1, sampler=SamplerWithoutReplacement()), make(2)
+    )
     drawn = []
     for _ in range(2):
         g = torch.Generator().manual_seed(3)
@@ -78,7 +80,9 @@ def test_a_set_rng_repeats_members_and_rows(make):
 
 def test_members_keep_their_samplers_and_priorities(make):
     e = ReplayBufferEnsemble(
-        make(0, sampler=PrioritizedSampler(alpha=1.0)), make(1, sampler=PrioritizedSampler(alpha=1.0)), sample_from_all=True
+        make(0, sampler=PrioritizedSampler(alpha=1.0)),
+        make(1, sampler=PrioritizedSampler(alpha=1.0)),
+        sample_from_all=True,
     )
     batch = e.sample(20)
     assert batch["priority_weight"].shape == (2, 10)

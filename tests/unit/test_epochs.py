@@ -147,7 +147,9 @@ def test_with_drop_last_replaced_rows_may_bring_the_end_nearer(ten):
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_batch_larger_than_the_buffer(ten, shared):
     dropping = ten.epoch(shared=shared, drop_last=True)
-    with pytest.raises(ValueError, match=r"batch size \(11\) is greater than the number of stored rows \(10, capacity 10"):
+    with pytest.raises(
+        ValueError, match=r"batch size \(11\) is greater than the number of stored rows \(10, capacity 10"
+    ):
         dropping.draw(11)
     with pytest.raises(ValueError, match="11"):
         dropping.draw(11, timeout=None)  # it would wait for ever
@@ -212,7 +214,9 @@ def test_who_shares_has_to_have_the_same_options(ten):
     ten.epoch(shared=True, seed=3)
     with pytest.raises(ValueError, match=r"chose drop_last=False, asked for drop_last=True"):
         ten.epoch(shared=True, seed=3, drop_last=True)
-    with pytest.raises(ValueError, match=r"chose shuffle=True, drop_last=False, asked for shuffle=False, drop_last=True"):
+    with pytest.raises(
+        ValueError, match=r"chose shuffle=True, drop_last=False, asked for shuffle=False, drop_last=True"
+    ):
         ten.epoch(shared=True, seed=3, shuffle=False, drop_last=True)
     with pytest.raises(ValueError, match="chose another seed than 4"):
         ten.epoch(shared=True, seed=4)

@@ -162,7 +162,9 @@ def test_every_dtype_bit_for_bit(make_rb, dtype, by):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex32, torch.float8_e5m2, torch.bool])
 def test_example_as_a_mapping_of_tensors(make_rb, dtype):
-    rb = make_rb(schema=None, example={"x": torch.zeros(3, dtype=dtype), "n": {"y": torch.zeros((), dtype=torch.int64)}})
+    rb = make_rb(
+        schema=None, example={"x": torch.zeros(3, dtype=dtype), "n": {"y": torch.zeros((), dtype=torch.int64)}}
+    )
     assert rb.buffer.schema == Schema.from_spec({"x": (dtype, (3,)), "n": {"y": "int64"}})
 
 

@@ -81,7 +81,9 @@ def test_nothing_is_sampled_before_min_size_and_everything_inserted(small):
     buf = small(RateLimiter(2.0, min_size=30, error_buffer=10))
     for n in range(29):
         assert fill(buf, 1) == n + 1
-        with pytest.raises(NotEnoughRows, match=rf"inserted {n + 1} rows, sampling begins at 30: samplers wait for collectors"):
+        with pytest.raises(
+            NotEnoughRows, match=rf"inserted {n + 1} rows, sampling begins at 30: samplers wait for collectors"
+        ):
             buf.draw(1)
     assert fill(buf, 1) == 30 and len(buf.draw(4)[1]) == 4
     assert fill(buf, 1000) == 37, "30 * 2 + 10 + 4 sampled, in rows"
@@ -123,9 +125,13 @@ def test_a_record_may_overshoot_by_its_length(small):
 def test_a_collector_is_told_that_samplers_are_awaited(small):
     buf = small(Queue(3), ring_bytes=RING)
     assert fill(buf, 10) == 3
-    with pytest.raises(CommitPending, match=r"collectors wait for samplers: inserted 3 x 1 - sampled 0 = 3, and a row more"):
+    with pytest.raises(
+        CommitPending, match=r"collectors wait for samplers: inserted 3 x 1 - sampled 0 = 3, and a row more"
+    ):
         buf.extend(k(0), timeout=0.05)
-    with pytest.raises(RingFull, match=r"no room.*collectors wait for samplers: inserted 3 x 1 - sampled 0 = 3.*Nothing was put"):
+    with pytest.raises(
+        RingFull, match=r"no room.*collectors wait for samplers: inserted 3 x 1 - sampled 0 = 3.*Nothing was put"
+    ):
         while True:
             buf.put(k(0), timeout=0)
     buf.set_limiter(None)
@@ -137,7 +143,9 @@ def test_a_collector_is_told_that_samplers_are_awaited(small):
 def test_who_waits_for_rows_that_are_held_up_is_told(small):
     buf = small(Queue(3))
     fill(buf, 10)
-    with pytest.raises(NotEnoughRows, match=r"holds 3 rows, 5 are needed \(after 0\.05 s\); collectors wait for samplers"):
+    with pytest.raises(
+        NotEnoughRows, match=r"holds 3 rows, 5 are needed \(after 0\.05 s\); collectors wait for samplers"
+    ):
         buf.wait_rows(5, 0.05)
 
 
@@ -165,11 +173,15 @@ def test_stats_say_who_waits(small):
 def test_a_waiting_sampler_says_so_when_its_time_is_over(small):
     buf = small(Queue(5))
     since = time.monotonic()
-    with pytest.raises(NotEnoughRows, match=r"lets no batch of 2 be sampled after 0\.1 s: inserted 0 rows, sampling begins at 1"):
+    with pytest.raises(
+        NotEnoughRows, match=r"lets no batch of 2 be sampled after 0\.1 s: inserted 0 rows, sampling begins at 1"
+    ):
         buf.acquire_samples(2, 0.1)
     assert time.monotonic() - since >= 0.1
     fill(buf, 1)
-    with pytest.raises(NotEnoughRows, match=r"timeout= waits: inserted 1 x 1 - sampled 0 = 1; 2 rows more would go below 0"):
+    with pytest.raises(
+        NotEnoughRows, match=r"timeout= waits: inserted 1 x 1 - sampled 0 = 1; 2 rows more would go below 0"
+    ):
         buf.draw(2)
 
 
@@ -348,7 +360,9 @@ def test_emptying_while_the_limiter_blocks(small):
 # ---- no lost wake-up -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limiter", "each"), [(Queue(1), 1), (Queue(50), 7), (RateLimiter(4.0, error_buffer=16), 8)], ids=repr)
+@pytest.mark.parametrize(
+    ("limiter", "each"), [(Queue(1), 1), (Queue(50), 7), (RateLimiter(4.0, error_buffer=16), 8)], ids=repr
+)
 @pytest.mark.parametrize("drain", ["thread", "caller"])
 def test_each_side_blocks_and_is_woken_by_the_other(small, limiter, each, drain):
     """For ever with timeout=None: a wake-up that is lost hangs, and the test's time is over."""
@@ -391,7 +405,10 @@ def test_each_side_blocks_and_is_woken_by_the_other(small, limiter, each, drain)
         (RateLimiter(4.0, error_buffer=1e30), "out of range"),
         (RateLimiter(4.0, error_buffer=(10.0, -10.0)), "min_diff=10 is above max_diff=-10"),
         (RateLimiter(4.0, error_buffer=3.0), r"batch of 1\)"),
-        (RateLimiter(4.0, min_size=100, error_buffer=(0.0, 300.0)), r"max_diff=300 is less than min_size \* samples_per_insert = 400"),
+        (
+            RateLimiter(4.0, min_size=100, error_buffer=(0.0, 300.0)),
+            r"max_diff=300 is less than min_size \* samples_per_insert = 400",
+        ),
         (MinSize(-1), "min_size=-1"),
         (MinSize("1"), "min_size='1'"),
         (Queue(0), "size=0"),

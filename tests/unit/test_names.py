@@ -95,7 +95,9 @@ def test_a_name_that_something_else_has(name):
         f.write(b"not a segment" * 1000)
     with pytest.raises(BufferExists):
         Buffer.create(name, 10, **SMALL)
-    with pytest.raises(BufferFormatError, match=f"magic: this is not a shmbuf segment.*`shminfo rm --force {name}` removes it"):
+    with pytest.raises(
+        BufferFormatError, match=f"magic: this is not a shmbuf segment.*`shminfo rm --force {name}` removes it"
+    ):
         Buffer.attach(name)
     with pytest.raises(BufferFormatError):
         destroy(name)
@@ -208,10 +210,16 @@ def test_destroy_only_when_nobody_is_attached(name, start):
 
 
 def test_each_attached_process_is_told_once(name, start):
-    p = start("import sys; from shmbuf import Buffer; b = [Buffer.attach(sys.argv[1]) for _ in range(3)]; print(flush=True); sys.stdin.read()", name)
+    p = start(
+        "import sys; from shmbuf import Buffer; b = [Buffer.attach(sys.argv[1]) for _ in range(3)]; print(flush=True); sys.stdin.read()",
+        name,
+    )
     with Buffer.create(name, 10, **SMALL), Buffer.attach(name):
         p.stdout.readline()
-        with pytest.raises(BufferInUse, match=f"is attached: pid {p.pid} \\([^)]*\\), this process \\(.close\\(\\) its handles first\\)\\. Close"):
+        with pytest.raises(
+            BufferInUse,
+            match=f"is attached: pid {p.pid} \\([^)]*\\), this process \\(.close\\(\\) its handles first\\)\\. Close",
+        ):
             destroy(name)
         with pytest.raises(BufferExists) as e:
             Buffer.create(name, 10, **SMALL)

@@ -152,7 +152,13 @@ def test_bad_units(make):
     ):  # fmt: skip
         with pytest.raises(ValueError):
             Sequence(**wrong)
-    for wrong in ({"n": 0}, {"n": 1.5}, {"n": 2, "gamma": 1.1}, {"n": 2, "gamma": float("nan")}, {"n": 2, "gamma": True}):
+    for wrong in (
+        {"n": 0},
+        {"n": 1.5},
+        {"n": 2, "gamma": 1.1},
+        {"n": 2, "gamma": float("nan")},
+        {"n": 2, "gamma": True},
+    ):
         with pytest.raises(ValueError):
             NStep(**wrong)
     with pytest.raises(TypeError, match="one of Transition, Sequence, NStep, not int"):
@@ -163,9 +169,12 @@ def test_bad_units(make):
         Sequence(2).expand(torch.tensor([0]), {}, make(None, TensorDict({"t": torch.arange(5)}, [5])).storage)
     with pytest.raises(KeyError, match="no reward is stored"):
         make(NStep(2), TensorDict({"t": torch.arange(5)}, [5])).sample(2)
-    assert make(Sequence(2, done_key="end"), TensorDict({"end": torch.ones(5, dtype=torch.uint8)}, [5])).sample(4)[
-        "validity_mask"
-    ].tolist() == [True, False] * 4
+    assert (
+        make(Sequence(2, done_key="end"), TensorDict({"end": torch.ones(5, dtype=torch.uint8)}, [5]))
+        .sample(4)["validity_mask"]
+        .tolist()
+        == [True, False] * 4
+    )
 
 
 def test_windows_drawn_again_have_their_own_masks(make, monkeypatch):
@@ -201,9 +210,19 @@ def test_b037_n_step_views(make, ended_by):
     td = make(NStep(3, 0.9), rows(5, (4,), **flags)).sample(300)
     assert by_row(td, ("next", "reward")) == {0: 2.71, 1: 2.71, 2: 2.71, 3: 1.9, 4: 1.0}
     assert by_row(td, "steps_to_next_obs") == {0: 3, 1: 3, 2: 3, 3: 2, 4: 1}
-    last = {0: 0.729, 1: 0.729, 2: 0.0, 3: 0.0, 4: 0.0} if ended_by == "terminated" else {0: 0.729, 1: 0.729, 2: 0.729, 3: 0.81, 4: 0.9}
+    last = (
+        {0: 0.729, 1: 0.729, 2: 0.0, 3: 0.0, 4: 0.0}
+        if ended_by == "terminated"
+        else {0: 0.729, 1: 0.729, 2: 0.729, 3: 0.81, 4: 0.9}
+    )
     assert by_row(td, "bootstrap_discount") == last
-    assert by_row(td, ("next", "obs")) == {0: 3, 1: 4, 2: 5, 3: 5, 4: 5}  # B032: the final observation, no next episode's
+    assert by_row(td, ("next", "obs")) == {
+        0: 3,
+        1: 4,
+        2: 5,
+        3: 5,
+        4: 5,
+    }  # B032: the final observation, no next episode's
     assert by_row(td, ("next", "done")) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
 
 
@@ -232,7 +251,9 @@ def test_n_steps_over_priorities_and_other_shapes(make):
     assert by_row(td, "bootstrap_discount") == {2: 0.25, 5: 0.0}  # done without a word of truncation: terminal
     td["td_error"] = torch.ones(500)
     rb.update_tensordict_priority(td)
-    top = TensorDict({"t": torch.arange(4), "reward": torch.ones(4), "terminated": torch.tensor([False] * 3 + [True])}, [4])
+    top = TensorDict(
+        {"t": torch.arange(4), "reward": torch.ones(4), "terminated": torch.tensor([False] * 3 + [True])}, [4]
+    )
     td = make(NStep(3, 0.5), top).sample(100)
     assert by_row(td, "reward") == {0: 1.75, 1: 1.75, 2: 1.5, 3: 1.0}
     assert by_row(td, "bootstrap_discount") == {0: 0.125, 1: 0.0, 2: 0.0, 3: 0.0}
@@ -240,14 +261,20 @@ def test_n_steps_over_priorities_and_other_shapes(make):
 
 def test_interleaved_streams_are_followed(make):
     data = TensorDict(
-        {"env": torch.arange(40) % 4, "t": torch.arange(40), "next": {"reward": torch.ones(40), "done": torch.zeros(40, dtype=torch.bool)}},
+        {
+            "env": torch.arange(40) % 4,
+            "t": torch.arange(40),
+            "next": {"reward": torch.ones(40), "done": torch.zeros(40, dtype=torch.bool)},
+        },
         [40],
     )
     rb = make(Sequence(3, burn_in=2), data, traj_key="env")
     td = rb.sample(50)
     t = td["t"].reshape(50, 5)
     assert (t % 4 == t[:, :1] % 4).all()
-    assert ((t.diff(dim=1) == 4) | ~td["validity_mask"].reshape(50, 5)[:, 1:] | ~td["validity_mask"].reshape(50, 5)[:, :-1]).all()
+    assert (
+        (t.diff(dim=1) == 4) | ~td["validity_mask"].reshape(50, 5)[:, 1:] | ~td["validity_mask"].reshape(50, 5)[:, :-1]
+    ).all()
 
 
 def test_far_predecessors_are_found(make):

@@ -122,15 +122,15 @@ def test_padding_repeats_the_own_last_row(make):
     mask, t = info["collector", "mask"].reshape(100, 4), td["t"].reshape(100, 4)
     assert mask.dtype == torch.bool and set(mask.sum(1).tolist()) == {2, 4}
     short = mask.sum(1) == 2
-    assert (t[short] == torch.tensor([0, 1, 1, 1])).all() and (t[~short].diff(dim=1) == 1).all() and (t[~short] >= 2).all()
+    assert (
+        (t[short] == torch.tensor([0, 1, 1, 1])).all() and (t[~short].diff(dim=1) == 1).all() and (t[~short] >= 2).all()
+    )
     truncated = td["next", "truncated"].reshape(100, 4)
     assert (truncated[short] == torch.tensor([False, True, False, False])).all()
     assert (truncated[~short] == torch.tensor([False, False, False, True])).all()
 
 
-@pytest.mark.parametrize(
-    ("span", "shortest"), [(True, 1), (1, 2), ((True, False), 1), ((False, 2), 1), ([0, 1], 2)]
-)
+@pytest.mark.parametrize(("span", "shortest"), [(True, 1), (1, 2), ((True, False), 1), ((False, 2), 1), ([0, 1], 2)])
 def test_span(make, span, shortest):
     rb = make(SliceSampler(slice_len=3, span=span), episodes(6), batch_size=3000)
     td = rb.sample()
@@ -168,9 +168,13 @@ def test_errors(make):
         rb.sample(8)
     rb.extend(episodes(5, 3))
     for n in (0, 6):
-        with pytest.raises(RuntimeError, match=f"divisible by the number of slices, got batch_size={n} and num_slices=4"):
+        with pytest.raises(
+            RuntimeError, match=f"divisible by the number of slices, got batch_size={n} and num_slices=4"
+        ):
             rb.sample(n)
-    with pytest.raises(RuntimeError, match=r"single trajectory with sufficient length.*longest has 5 rows, slices of 6"):
+    with pytest.raises(
+        RuntimeError, match=r"single trajectory with sufficient length.*longest has 5 rows, slices of 6"
+    ):
         rb.sample(24)
     rb.set_sampler(SliceSampler(slice_len=4))
     with pytest.raises(RuntimeError, match=r"slice length, got batch_size=6 and slice_len=4"):
@@ -282,7 +286,9 @@ def test_each_trajectory_once_a_pass(make):
         batches = [rb.sample() for _ in range(3)]
         assert [len(b) for b in batches] == [15, 15, 6]
         for b in batches:
-            assert (b["t"].reshape(-1, 3).diff(dim=1) == 1).all() and (b["episode"].reshape(-1, 3).diff(dim=1) == 0).all()
+            assert (b["t"].reshape(-1, 3).diff(dim=1) == 1).all() and (
+                b["episode"].reshape(-1, 3).diff(dim=1) == 0
+            ).all()
         seen = [e for b in batches for e in trajectories_of(b)]
         assert sorted(seen) == list(range(12))
         orders.append(tuple(seen))
@@ -317,7 +323,9 @@ def test_what_comes_and_goes_during_a_pass(make):
 
 
 def test_copies_have_passes_of_their_own(make):
-    rb = make(SliceSamplerWithoutReplacement(slice_len=2, shuffle=False, drop_last=True), episodes(4, 4, 4), batch_size=2)
+    rb = make(
+        SliceSamplerWithoutReplacement(slice_len=2, shuffle=False, drop_last=True), episodes(4, 4, 4), batch_size=2
+    )
     assert trajectories_of(rb.sample()) == [0]
     clone = pickle.loads(pickle.dumps(rb.sampler))
     assert clone.arguments() == rb.sampler.arguments()

@@ -58,7 +58,9 @@ def test_only_fresh_rows_are_drawn(make, dtype, shape):
 
 
 @pytest.mark.parametrize("how", ["rejection", "scan"])
-@pytest.mark.parametrize("weights", [None, "uniform", lambda s: (s + 1) ** -2, "cut"], ids=["default", "uniform", "own", "cut"])
+@pytest.mark.parametrize(
+    "weights", [None, "uniform", lambda s: (s + 1) ** -2, "cut"], ids=["default", "uniform", "own", "cut"]
+)
 def test_how_often(make, how, weights, monkeypatch):
     monkeypatch.setattr(module, "LEAST", 0 if how == "scan" else 10**7)
     if how == "scan":
@@ -98,7 +100,8 @@ def test_none_fresh_says_the_numbers_and_changes_nothing(make):
     sampler = StalenessAwareSampler(max_staleness=3)
     rb = make(sampler, versions(1, 2, 4))
     with pytest.raises(
-        NotEnoughRows, match=r"All 3 entries .* max_staleness=3 \(consumer_version=9; the newest is of version 4\)\. Increase"
+        NotEnoughRows,
+        match=r"All 3 entries .* max_staleness=3 \(consumer_version=9; the newest is of version 4\)\. Increase",
     ):
         rb.sample(4, consumer_version=9)
     with pytest.raises(NotEnoughRows, match=r"after 0\.05 s"):

@@ -59,7 +59,9 @@ class Spin:
         errors = re.search(r"errors: (\d+)", out)
         found = re.search(r"assertion violated .*|invalid end state.*\(at depth", out)
         states = re.search(r"(\d+) states, stored", out)
-        incomplete = re.search(r"max search depth too small|out of memory|memory limit|hash array full|timed out|interrupted", out)
+        incomplete = re.search(
+            r"max search depth too small|out of memory|memory limit|hash array full|timed out|interrupted", out
+        )
         if errors and int(errors[1]) and found:
             verdict = "fails"
         elif errors and not int(errors[1]) and not incomplete:
@@ -73,7 +75,9 @@ class Spin:
         def call(*command: str) -> str:
             limited = ["sh", "-c", 'ulimit -t "$0" && exec "$@"', str(self.limit), *command]
             done = subprocess.run(limited, cwd=where, capture_output=True, text=True, check=False)
-            timed_out = f"timed out after {self.limit} s" if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL) else ""
+            timed_out = (
+                f"timed out after {self.limit} s" if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL) else ""
+            )
             return done.stdout + done.stderr + timed_out
 
         shutil.copy(MODELS / self.model, where / "model.pml")
@@ -113,19 +117,41 @@ class Litmus:
         with tempfile.TemporaryDirectory(prefix="shmbuf-litmus-") as where:
             program = str(Path(where) / "litmus")
             tool = ["-O1", "-g", "-fsanitize=thread"] if self.tool == "tsan" else ["-O2"]
-            options = ["-std=gnu11", *tool, "-Wall", "-Wno-tsan", "-pthread", f"-DMILLISECONDS={length}", *self.flags.split()]
-            built = subprocess.run(["gcc", *options, str(MODELS / self.file), "-o", program], capture_output=True, text=True, check=False)
+            options = [
+                "-std=gnu11",
+                *tool,
+                "-Wall",
+                "-Wno-tsan",
+                "-pthread",
+                f"-DMILLISECONDS={length}",
+                *self.flags.split(),
+            ]
+            built = subprocess.run(
+                ["gcc", *options, str(MODELS / self.file), "-o", program], capture_output=True, text=True, check=False
+            )
             if built.returncode:
                 return Result(False, "does not build", 0, time.monotonic() - began, built.stderr)
             # newer kernels map where TSan's shadow must be
             fixed = ["setarch", "-R"] if self.tool == "tsan" and shutil.which("setarch") else []
-            done = subprocess.run([*fixed, program], capture_output=True, text=True, check=False, timeout=length / 1000 + 60,
-                                  env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"})
+            done = subprocess.run(
+                [*fixed, program],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=length / 1000 + 60,
+                env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
+            )
         rounds = re.search(r"(\d+) rounds", done.stdout)
         bad = re.search(r"Assertion.*|WARNING: ThreadSanitizer.*", done.stderr)
         verdict = "holds" if done.returncode == 0 else "fails" if bad else f"no answer: {done.stderr[-500:]}"
         expected = "holds" if self.holds else "fails"
-        return Result(verdict == expected, verdict, int(rounds[1]) if rounds else 0, time.monotonic() - began, bad[0] if bad else "")
+        return Result(
+            verdict == expected,
+            verdict,
+            int(rounds[1]) if rounds else 0,
+            time.monotonic() - began,
+            bad[0] if bad else "",
+        )
 
 
 Entry = Spin | Litmus
@@ -156,8 +182,17 @@ ENTRIES: list[Entry] = [
     Spin("txn.pml", "-DSEAL -DSC=4", soak=True, cc=BIG, limit=600),
     Spin("txn.pml", "-DSEAL -DSC=4 -DCLEAR_POST", soak=True, cc=BIG, limit=600),
     Spin("txn.pml", "-DSEAL -DSC=6 -DCRASHES=3", soak=True, cc=BIG),
-    *_mutants("txn.pml", "-DSC=1 -DRELAX", "-DSC=2 -DRELAX", "-DSEAL -DSC=1 -DLATESEAL", "-DSEAL -DSC=4 -DBASE_FIRST",
-              "-DSEAL -DSC=4 -DUPD -DKEEPGEN", "-DSEAL -DSC=5", "-DSEAL -DSC=6 -DSKIPNOW", "-DSC=3 -DLINKS -DRELAX -DLINK_T3"),
+    *_mutants(
+        "txn.pml",
+        "-DSC=1 -DRELAX",
+        "-DSC=2 -DRELAX",
+        "-DSEAL -DSC=1 -DLATESEAL",
+        "-DSEAL -DSC=4 -DBASE_FIRST",
+        "-DSEAL -DSC=4 -DUPD -DKEEPGEN",
+        "-DSEAL -DSC=5",
+        "-DSEAL -DSC=6 -DSKIPNOW",
+        "-DSC=3 -DLINKS -DRELAX -DLINK_T3",
+    ),
     # the writer role and its sleepers
     Spin("role.pml", "-DSLICE"),
     Spin("role.pml", "-DSLICE -DCRASH1"),
@@ -177,8 +212,19 @@ ENTRIES: list[Entry] = [
     Spin("limiter.pml", "-DNODRAIN -DDEN=2 -DN=2 -DPUTS=6"),
     Spin("limiter.pml", "-DPUTS=3", soak=True, cc=BIG, limit=600),
     Spin("limiter.pml", "-DNODRAIN -DFULL -DPUTS=4 -DTAKES=2", soak=True, cc=BIG, limit=600),
-    *_mutants("limiter.pml", "-DNOWAKE", "-DNODRAIN -DNOWAKE", "-DWAKER_NOFENCE", "-DWRITER_NOFENCE", "-DPLAIN_RUNNABLE", "-DNORECHECK",
-              "-DSLEEPER_NOFENCE", "-DNARROW", "-DKILLER", "-DNODRAIN -DNUM=2 -DPUTS=4 -DTAKES=3 -DONEBIT"),
+    *_mutants(
+        "limiter.pml",
+        "-DNOWAKE",
+        "-DNODRAIN -DNOWAKE",
+        "-DWAKER_NOFENCE",
+        "-DWRITER_NOFENCE",
+        "-DPLAIN_RUNNABLE",
+        "-DNORECHECK",
+        "-DSLEEPER_NOFENCE",
+        "-DNARROW",
+        "-DKILLER",
+        "-DNODRAIN -DNUM=2 -DPUTS=4 -DTAKES=3 -DONEBIT",
+    ),
     # a collector's slot
     Spin("slot.pml", "", cc=BIG),
     Spin("slot.pml", "-DCRASHES=4", soak=True, cc=BIG, limit=600),
@@ -197,8 +243,12 @@ ENTRIES: list[Entry] = [
     *_mutants("tree16.pml", "-DSINGLE", "-DTHREE -DTAGLAST", "-DTHREE -DCAS8", "-DTHREE -DNOTAG"),
     Spin("tree16.pml", "-DTHREE -DSKIPEQ", holds=False, cc="-O2 -DREVERSE"),
     # memory order
-    *(Litmus(f, tool, soak=soak) for f in ("ring.c", "sleep.c", "reserve.c", "block.c", "tree.c") for tool in ("native", "tsan")
-      for soak in (False, True)),
+    *(
+        Litmus(f, tool, soak=soak)
+        for f in ("ring.c", "sleep.c", "reserve.c", "block.c", "tree.c")
+        for tool in ("native", "tsan")
+        for soak in (False, True)
+    ),
     Litmus("ring.c", "tsan", "-DTAIL_ST=memory_order_relaxed", holds=False),
     Litmus("ring.c", "tsan", "-DHEAD_ST=memory_order_relaxed", holds=False),
 ]
@@ -211,7 +261,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only say what there is")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     args = parser.parse_args()
-    chosen = [e for e in ENTRIES if (args.soak or not e.soak) and (not args.names or any(n in e.name for n in args.names))]
+    chosen = [
+        e for e in ENTRIES if (args.soak or not e.soak) and (not args.names or any(n in e.name for n in args.names))
+    ]
     if args.list:
         for e in chosen:
             print(f"{'holds' if e.holds else 'fails'}  {'soak' if e.soak else 'ci  '}  {e.name}")
@@ -227,7 +279,9 @@ def main() -> int:
         r = entry.run()
         what = "ok  " if r.ok else f"BAD (must {'hold' if entry.holds else 'fail'})"
         unit = "states" if isinstance(entry, Spin) else "rounds"
-        print(f"{what}  {entry.name}: {r.verdict}, {r.states:,} {unit}, {r.seconds:.1f} s  {r.detail[:100]}", flush=True)
+        print(
+            f"{what}  {entry.name}: {r.verdict}, {r.states:,} {unit}, {r.seconds:.1f} s  {r.detail[:100]}", flush=True
+        )
         return r.ok
 
     with ThreadPoolExecutor(args.jobs) as pool:
