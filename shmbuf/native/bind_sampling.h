@@ -61,13 +61,18 @@ nb::tuple set_priorities(const H &h, u64 ids, u64 p, u64 n, u32 itemsize, u64 ap
   auto *id = reinterpret_cast<const u64 *>(ids);
   auto *ok = reinterpret_cast<u8 *>(applied);
   u64 bad = 0;
-  Status s = itemsize == 4 ? h->sampling().set_priorities(id, reinterpret_cast<const float *>(p), n, ok, bad)
-                           : h->sampling().set_priorities(id, reinterpret_cast<const double *>(p), n, ok, bad);
+  Status s;
+  {
+    Ungil gil(n > 4096);
+    s = itemsize == 4 ? h->sampling().set_priorities(id, reinterpret_cast<const float *>(p), n, ok, bad)
+                      : h->sampling().set_priorities(id, reinterpret_cast<const double *>(p), n, ok, bad);
+  }
   return nb::make_tuple(int(s), bad);
 }
 bool get_priorities(const H &h, u64 ids, u64 n, u64 out) {
   Handle::Use use(*h);
   if (!h->sampling().keeps_priorities()) return false;
+  Ungil gil(n > 4096);
   h->sampling().get_priorities(reinterpret_cast<const u64 *>(ids), n, reinterpret_cast<double *>(out));
   return true;
 }
@@ -112,12 +117,13 @@ int acquire_samples(const H &h, u64 n, double timeout) {
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);
 }
-bool set_limiter(const H &h, u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff) {
+bool set_limiter(const H &h, u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff, bool anew) {
   Handle::Use use(*h);
+  Ungil gil(true);
   LimiterParams p{num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0};
   const LimiterState now = Limiter(h->segment().control().limiter).why(h->ready() ? Writer::inserted(h->segment()) : 0, 0);
   // Another ratio, or the first: nothing that came before counts.
-  const bool same = now.params.den == den && now.params.num == num;
+  const bool same = !anew && now.params.den == den && now.params.num == num;
   p.base_inserts = same ? now.params.base_inserts : now.inserted, p.base_sampled = same ? now.params.base_sampled : now.sampled;
   return h->sampling().set_limiter(p);
 }
@@ -153,12 +159,13 @@ nb::tuple choose_slices(const H &h, u64 n, u64 length, bool strict, bool by_star
   Handle::Use use(*h);
   if (!h->ready()) return nb::make_tuple(int(Status::empty), 0);
   if (!h->segment().links) return nb::make_tuple(int(Status::not_ready), 0);
-  SliceDraw out;
-  {
-    Ungil gil(n * length > 4096);
-    out = h->sampling().choose_slices({length, strict, by_start ? SliceBy::start : SliceBy::trajectory, left, right}, n, reinterpret_cast<u64 *>(ids),
-                                      reinterpret_cast<u64 *>(lens));
-  }
+  auto draw = [&](bool scan) {
+    Ungil gil(scan || n * length > 4096);
+    return h->sampling().choose_slices({length, strict, by_start ? SliceBy::start : SliceBy::trajectory, left, right, scan}, n,
+                                       reinterpret_cast<u64 *>(ids), reinterpret_cast<u64 *>(lens));
+  };
+  SliceDraw out = draw(false);
+  if (out.status == SliceStatus::rare) out = draw(true);
   Status s = out.status == SliceStatus::ok ? Status::ok : out.status == SliceStatus::lapped ? Status::lapped : Status::too_short;
   return nb::make_tuple(int(s), out.longest);
 }
@@ -166,6 +173,7 @@ bool keeps_links(const H &h) { return h->ready() && h->segment().links; }
 bool walk(const H &h, u64 anchors, u64 n, u64 steps, u64 dilation, bool backward, u64 ids, u64 lens) {
   Handle::Use use(*h);
   if (!keeps_links(h)) return false;
+  Ungil gil(n * steps > 4096);
   h->sampling().slices().walk(reinterpret_cast<const u64 *>(anchors), n, steps, dilation, backward, reinterpret_cast<u64 *>(ids),
                               reinterpret_cast<u64 *>(lens));
   return true;
@@ -185,8 +193,12 @@ nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool 
   if (!h->ready()) return nb::make_tuple(0, false);
   if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
   const EpochOptions o{seed, shuffle, drop_last, consume, repeat, 1};
-  const Claim c = h->sampling().claim(own ? own->word : h->segment().control().epochs[which].word, n, o);
-  c.ids(reinterpret_cast<u64 *>(ids));
+  Claim c;
+  {
+    Ungil gil(n > 4096);
+    c = h->sampling().claim(own ? own->word : h->segment().control().epochs[which].word, n, o);
+    c.ids(reinterpret_cast<u64 *>(ids));
+  }
   return nb::make_tuple(c.n, c.ran_out);
 }
 // Of all live trajectories: last rows, first live rows, how many rows, flags (1: its beginning is gone, 2: it has ended).
@@ -194,6 +206,7 @@ nb::tuple trajectories(const H &h) {
   Handle::Use use(*h);
   std::vector<u64> end, first, rows, flags;
   if (keeps_links(h)) {
+    Ungil gil(true);
     const Window w = window(h->segment());
     Links links(h->segment().links, h->segment().capacity);
     links.for_each_end(w.lo, w.hi, [&](u64 id) {
@@ -210,7 +223,8 @@ nb::tuple trajectories(const H &h) {
 std::vector<u64> trajectory(const H &h, u64 end) {
   Handle::Use use(*h);
   std::vector<u64> out;
-  if (!h->ready() || !h->segment().links) return out;
+  if (!keeps_links(h)) return out;
+  Ungil gil(true);
   const Window w = window(h->segment());
   Links links(h->segment().links, h->segment().capacity);
   for (u64 id = end >= w.lo && end < w.hi ? end : kNoRow; id != kNoRow && out.size() <= h->segment().capacity; id = links.previous(id, w.lo)) out.push_back(id);
@@ -243,11 +257,11 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("set_priorities", &set_priorities, "ids"_a, "p"_a, "n"_a, "itemsize"_a, "applied"_a)
       .def("get_priorities", &get_priorities, "ids"_a, "n"_a, "out"_a)
       .def_prop_ro("priorities", &priorities)
-      .def("scrub", [](const H &h) { Handle::Use use(*h); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
-      .def("check_tree", [](const H &h) { Handle::Use use(*h); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
+      .def("scrub", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
+      .def("check_tree", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
       .def("acquire_samples", &acquire_samples, "n"_a, "timeout"_a)
       .def("refund_samples", [](const H &h, u64 n) { Handle::Use use(*h); h->sampling().refund_samples(n); }, "n"_a)
-      .def("set_limiter", &set_limiter, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none())
+      .def("set_limiter", &set_limiter, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none(), "anew"_a = false)
       .def("limiter", &limiter, "n"_a)
       .def("choose", &choose, "n"_a, "ids"_a)
       .def("choose_by_priority", &choose_by_priority, "n"_a, "stratified"_a, "ids"_a, "leaves"_a)

@@ -264,6 +264,8 @@ class Handle {
     }
   }
   Sampling<Handle> sampling() { return Sampling<Handle>(*this); }
+  u64 granted() const { return granted_.load(relaxed); }  // the limiter that counted the last samples of this handle, 0: none
+  void granted(u64 version) { granted_.store(version, relaxed); }
   u64 next_seed() { return mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))); }
   void seed(u64 value) { seed_ = value, calls_.store(0, relaxed); }
   bool readonly() const { return readonly_; }
@@ -566,7 +568,7 @@ class Handle {
   std::deque<Outstanding> outstanding_;
   TreeMender mender_;
   u64 stuck_at_ = 0, seed_ = 0;
-  std::atomic<u64> calls_{0};
+  std::atomic<u64> calls_{0}, granted_{0};
 };
 
 }  // namespace shmbuf

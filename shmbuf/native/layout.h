@@ -64,7 +64,7 @@ struct Priorities {
   u32 ready;                      // the tree covers all rows; stored by the writer once it has made it so         writer
   u32 highest;                    // float32: the largest leaf set since the last CLEAR, 0: none                   anyone, by CAS
   alignas(128) u64 begun, ended;  // updates: more begun than ended for a while = one died between leaf and root   anyone
-  u64 healed;                     // deaths of that kind that a scrub has mended                                   scrubber
+  u64 healed, scrubbed_ns;        // deaths of that kind that a scrub has mended; when one began last              scrubber, by CAS
   u64 applied, stale, scrubs;     // rows                                                                          anyone
 };
 

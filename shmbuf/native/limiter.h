@@ -98,6 +98,7 @@ class Limiter {
  public:
   explicit Limiter(LimiterWords &words) : w_(words) {}
 
+  u64 version() const { return load(w_.version.low, acquire); }
   LimiterParams params() const {
     for (;;) {  // again only when a change was published meanwhile
       u64 v = load(w_.version.low, acquire), word[LimiterWords::kWords];

@@ -27,6 +27,7 @@ namespace shmbuf {
 class PriorityTree {
  public:
   static constexpr u32 kFanOut = 8, kMaxLevels = 17;
+  static constexpr u64 kNowhere = ~0ull;
 
   static u64 bytes(u64 capacity) {
     u64 n = align_up(capacity * sizeof(u64), kLine);
@@ -113,16 +114,17 @@ class PriorityTree {
       p[j] = (word & kGeneration) == generation(ids[j]) ? low_float(word) : std::numeric_limits<float>::quiet_NaN();
     }
   }
-  // n rows, each with probability p / sum, for n numbers in [0, 1). Each (id, p) is one leaf at one instant; whether the row is
-  // still there the gather finds out. `cursor` supplies the upper bits of the ids. Returns how many it drew: fewer than n when no
-  // leaf is positive.
+  // Rows, each with probability p / sum, for n numbers in [0, 1). Each (id, p) is one leaf at one instant; whether the row is still
+  // there the gather finds out. `cursor` supplies the upper bits of the ids. kNowhere where the sums on the way were larger than
+  // what is below them now, because they are being changed: draw another number.
+  // Returns how many rows it drew.
   u64 draw(u64 cursor, const double *u01, u64 n, u64 *ids, float *p) const {
+    u64 drawn = 0;
     Descent d[kTogether];
     for (u64 b = 0; b < n; b += kTogether) {  // several at once, level by level: their cache misses overlap
       u64 m = std::min(n - b, kTogether);
       double total = sum();
-      if (!(total > 0)) return b;
-      for (u64 k = 0; k < m; ++k) d[k] = {u01[b + k] * total, 0, 0};
+      for (u64 k = 0; k < m; ++k) d[k] = {u01[b + k] * total, total > 0 ? 0 : kNowhere, 0};
       for (u32 l = levels_; l-- > 0;)
         for (u64 k = 0; k < m; ++k) {
           if (d[k].at == kNowhere) continue;
@@ -130,13 +132,13 @@ class PriorityTree {
           if (l && d[k].at != kNowhere) prefetch_children(l - 1, d[k].at);
         }
       for (u64 k = 0; k < m; ++k) {
-        if (d[k].at == kNowhere && !draw_again(u01[b + k], d[k])) return b + k;
         p[b + k] = low_float(d[k].leaf);
         u64 now = cursor / capacity_, g = now + u64(i64(i32(u32(d[k].leaf >> 32) - u32(now))));
-        ids[b + k] = g * capacity_ + d[k].at;
+        ids[b + k] = d[k].at == kNowhere ? kNowhere : g * capacity_ + d[k].at;
+        drawn += d[k].at != kNowhere;
       }
     }
-    return n;
+    return drawn;
   }
   // How many nodes differ from what their children say: 0 at rest.
   u64 check() const {
@@ -152,7 +154,7 @@ class PriorityTree {
 
  private:
   using i32 = std::int32_t;
-  static constexpr u64 kLine = 128, kBatch = 1024, kAhead = 16, kTogether = 16, kTries = 8, kNowhere = ~0ull;
+  static constexpr u64 kLine = 128, kBatch = 1024, kAhead = 16, kTogether = 16;
   static constexpr u64 kGeneration = 0xffffffffull << 32, kFresh = 0x80000000ull;  // the bits of -0.0f
   static constexpr u32 kInfinity = 0x7f800000;
   struct Descent {
@@ -238,29 +240,18 @@ class PriorityTree {
     __builtin_prefetch(level_[l - 1] + i * kFanOut + kFanOut / 2);
   }
   // Down to the child that holds u; without branches on the sums, which nothing could predict. They are read while others
-  // change them, and rounded: u may lie beyond the last child. `last`: then take the last positive one.
-  void pick(u32 l, Descent &d, bool last = false) const {
-    u64 word[kFanOut], from = d.at * kFanOut, passed = 0, positive = kNowhere;
+  // change them, and rounded: u may lie beyond the last child.
+  void pick(u32 l, Descent &d) const {
+    u64 word[kFanOut], from = d.at * kFanOut, passed = 0;
     double upto = 0, before = 0;
     for (u64 c = 0; c < kFanOut; ++c) {
       word[c] = load(l ? level_[l - 1][from + c].low : leaf_[from + c], acquire);
-      double s = l ? std::bit_cast<double>(word[c]) : low_float(word[c]);
-      upto += s;
+      upto += l ? std::bit_cast<double>(word[c]) : low_float(word[c]);
       bool past = d.u >= upto;
       passed += past, before = past ? upto : before;
-      positive = s > 0 ? c : positive;
     }
-    if (passed == kFanOut && last) passed = positive;
     d.at = passed < kFanOut ? from + passed : kNowhere;
     if (passed < kFanOut) d.u -= before, d.leaf = word[passed];
-  }
-  bool draw_again(double u01, Descent &d) const {
-    for (u64 tries = 0; tries <= kTries; ++tries) {
-      d = {u01 * sum(), 0, 0};
-      for (u32 l = levels_; l-- > 0 && d.at != kNowhere;) pick(l, d, tries == kTries);
-      if (d.at != kNowhere) return true;
-    }
-    return false;
   }
 
   u64 capacity_, *leaf_;

@@ -14,29 +14,32 @@ enum class Status : int {
 };
 
 // Leaf and sums are changed one after another: an updater that dies between them leaves a stale path. He has begun an update
-// and not ended it: who sees such a one for a third of a second heals the whole tree.
+// and not ended it: who sees one more of these than were ever healed for a third of a second heals the whole tree. As one that was
+// only slow may go just when another dies, the tree is healed once a second as long as any are open and updates go on.
 class TreeMender {
  public:
   void look(Segment &s) {
     Priorities &w = s.control().priorities;
     if (!load(w.ready, acquire)) return;
     u64 ended = load(w.ended, acquire), begun = load(w.begun, acquire), open = begun - ended, healed = load(w.healed, relaxed), now = now_ns();
-    if (open <= healed || open < least_ || !since_) {
-      if (open < healed) compare_exchange(w.healed, healed, open, relaxed);  // one that was only slow
-      since_ = now, least_ = open;
-      return;
-    }
-    if (now - since_ < 300'000'000) return;
+    if (open < healed) compare_exchange(w.healed, healed, open, relaxed);  // one that was only slow
+    if (open < least_ || !since_ || !open) since_ = now, least_ = open;
+    if (!open || now - since_ < kPatience) return;
+    const bool more = least_ > healed;
+    if (!more && begun == begun_) return;
+    u64 last = load(w.scrubbed_ns, relaxed);
+    if (now - last < (more ? kPatience : 3 * kPatience) || !compare_exchange(w.scrubbed_ns, last, now, relaxed)) return;
     PriorityTree tree(s.tree, s.capacity);
     tree.keep_max(Formula(w).live_maximum);
     tree.scrub();
     compare_exchange(w.healed, healed, least_, relaxed);
     fetch_add<u64>(w.scrubs, 1, relaxed);
-    since_ = 0;
+    begun_ = begun, since_ = 0;
   }
 
  private:
-  u64 since_ = 0, least_ = 0;
+  static constexpr u64 kPatience = 300'000'000;
+  u64 since_ = 0, least_ = 0, begun_ = 0;
 };
 
 struct UniformPick {
@@ -62,10 +65,21 @@ struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
     for (u64 b = 0; b < k; b += kAtOnce) {
       const u64 m = std::min(kAtOnce, k - b);
       for (u64 j = 0; j < m; ++j) u[j] = stratified ? (double(from + b + j) + rng.unit()) / double(of) : rng.unit();
-      const u64 got = tree.draw(load(s.control().cursor, acquire), u, m, ids + b, leaves + from + b);
-      if (got < m) return b + got;
+      const u64 cursor = load(s.control().cursor, acquire);
+      tree.draw(cursor, u, m, ids + b, leaves + from + b);
+      for (u64 j = b; j < b + m; ++j)
+        if (ids[j] == PriorityTree::kNowhere && !again(cursor, from + j, ids + j)) return j;
     }
     return k;
+  }
+  // A draw that met sums over rows that a transaction has just evicted: another number, first of the same stratum. Many such in a
+  // row: they are nearly all there is.
+  bool again(u64 cursor, u64 j, u64 *id) {
+    for (int tries = 0; tries < 1000 && *id == PriorityTree::kNowhere; ++tries) {
+      const double u = stratified && tries < 8 ? (double(j) + rng.unit()) / double(of) : rng.unit();
+      tree.draw(cursor, &u, 1, id, leaves + j);
+    }
+    return *id != PriorityTree::kNowhere;
   }
 };
 
@@ -102,13 +116,16 @@ template <class Host> class Sampling {
   // May n rows be sampled now? Waits until; who is granted and then draws nothing gives back by refund().
   template <class Check> Status acquire_samples(u64 n, u64 deadline, bool may_wait, Check check) {
     Limiter limiter(s_.control().limiter);
+    h_.granted(0);
     if (!limiter.params().den) return Status::ok;
     if (h_.readonly()) return Status::readonly;
+    const u64 version = limiter.version();
     if (!limiter.params().could_ever(n)) return Status::never;
     auto inserted = [&] { return h_.ready() ? Writer::inserted(s_) : 0; };
     auto may = [&] { return limiter.may_sample(inserted(), n); };
     for (;;) {
       if (limiter.try_sample(inserted(), n)) {
+        h_.granted(version);
         if (limiter.frees_writer(inserted())) h_.role().hand_over();  // L2
         return Status::ok;
       }
@@ -122,7 +139,10 @@ template <class Host> class Sampling {
       if (!may()) futex_wait(word, armed, deadline);
     }
   }
-  void refund_samples(u64 n) { Limiter(s_.control().limiter).refund(n), wake_all(); }
+  void refund_samples(u64 n) {  // what was counted, and by the limiter that there is
+    Limiter limiter(s_.control().limiter);
+    if (h_.granted() && h_.granted() == limiter.version()) limiter.refund(n), wake_all();
+  }
   bool set_limiter(const LimiterParams &p) {
     const bool done = Limiter(s_.control().limiter).change(p);
     wake_all();
@@ -143,7 +163,7 @@ template <class Host> class Sampling {
     for (int tries = 0;; ++tries) {
       const Window w = window(s_);
       const SliceDraw out = Slices(links_, w.lo, w.hi).draw(rng, o, n, ids, lens);
-      if (out.status != SliceStatus::none || tries == 100) return out;
+      if (out.status != SliceStatus::none || tries == 1) return out;
       if (const Window now = window(s_); now.lo == w.lo && now.hi == w.hi) return out;  // it is final
     }
   }

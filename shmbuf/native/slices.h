@@ -14,9 +14,11 @@ struct SliceOptions {
   bool strict = true;                // only of trajectories that long; otherwise shorter ones are taken whole
   SliceBy by = SliceBy::trajectory;  // a trajectory uniformly, then its start; or uniformly of all starts there are
   u64 left = 0, right = 0;           // a slice may begin so many rows before its trajectory does, and end so many behind: it is cut
+  bool scan = true;                  // look at all trajectories for the rare ones that are long enough; or say `rare`
 };
 enum class SliceStatus : u8 {
   ok,
+  rare,    // nothing long enough was met by chance
   none,    // no trajectory is long enough: `longest` tells. Final only if the window is still the same afterwards
   lapped,  // some walk met rows being overwritten again and again: its length is 0
 };
@@ -63,6 +65,7 @@ class Slices {
         Lane &l = lane[k];
         bool give_up = !l.on && ++l.tries >= kTries;
         if (give_up && !scanned) {  // rare ones are not found by chance
+          if (!o.scan) return {SliceStatus::rare, 0};
           result.longest = scan(o, live);
           if (live.empty()) return {std::any_of(lens, lens + n, [](u64 len) { return len; }) ? SliceStatus::lapped : SliceStatus::none, result.longest};
           scanned = true;

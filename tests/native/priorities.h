@@ -69,7 +69,8 @@ inline void drawer(const PriorityTree &t, u64 life) {
     u64 n = 1 + rng.below(64), around = load(board->tree_cursor, acquire);
     for (u64 j = 0; j < n; ++j) u[j] = double(rng.next() >> 11) * 0x1p-53;
     u64 got = t.draw(around, u, n, ids, p), cursor = load(board->tree_cursor, acquire);
-    for (u64 j = 0; j < got; ++j)
+    for (u64 j = 0; j < n; ++j)
+      if (ids[j] != PriorityTree::kNowhere)
       CHECK(p[j] > 0 && ids[j] < cursor && may_have(ids[j], p[j]), "drew id %lu (cursor %lu) with %g", ids[j], cursor, double(p[j]));
     count(board->drawn, got);
     CHECK(t.sum() >= 0 && std::isfinite(t.sum()) && t.min() >= 0, "sum %g min %g", t.sum(), double(t.min()));
