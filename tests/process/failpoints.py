@@ -236,31 +236,35 @@ def reads_go_on(creator: Buffer, update: bool) -> None:
     creator.stats(), creator.collectors(), creator.members()
 
 
-def stopped_while_all_rows_are_overwritten() -> None:
-    """Nothing can be drawn by priority meanwhile: the reader says so when its time is over, and goes on when the writer does."""
+def stopped_while_rows_are_overwritten(overwritten: int, stored: int = 4) -> None:
+    """By priority the rows that stay are drawn meanwhile; if none do the reader says so when its time is over. Then all go on."""
     name = f"fp.{os.getpid()}.overwritten"
-    creator = Buffer.create(name, 4, schema=oracle.SCHEMA, drain="caller")
+    creator = Buffer.create(name, stored, schema=oracle.SCHEMA, drain="caller")
     creator.keep_priorities(ALPHA, EPS)
-    creator.extend(oracle.make_rows(0, 0, 4))
+    creator.extend(oracle.make_rows(0, 0, stored))
 
     def write() -> None:
         assert native.arm("txn_evicted=stop@1")
-        Buffer.attach(name).extend(oracle.make_rows(0, 4, 4))
+        Buffer.attach(name).extend(oracle.make_rows(0, stored, overwritten))
 
     def read() -> None:
-        try:
-            Buffer.attach(name).draw_by_priority(2, timeout=0.1)
-        except Lapped:
-            return
-        raise AssertionError("drew rows that are being overwritten")
+        buffer = Buffer.attach(name)
+        for stratified in (False, True):
+            try:
+                _, ids, _ = buffer.draw_by_priority(2000, stratified=stratified, timeout=0.1)
+            except Lapped:
+                assert overwritten == stored
+                continue
+            assert set(ids.tolist()) == set(range(overwritten, stored)), "not the rows that stay"
 
     writer = workers.fork(write)
     try:
         assert os.WIFSTOPPED(wait(writer, stopped=True))
-        assert wait(workers.fork(read), seconds=10) == 0
+        assert wait(workers.fork(read), seconds=20) == 0
         os.kill(writer, signal.SIGCONT)
         assert wait(writer) == 0
-        assert set(creator.draw_by_priority(64)[1].tolist()) == {4, 5, 6, 7}
+        ids = creator.draw_by_priority(64 * stored)[1]
+        assert set(ids.tolist()) <= set(range(overwritten, overwritten + stored)) and ids.max() >= stored
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(writer, signal.SIGKILL)

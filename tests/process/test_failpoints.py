@@ -55,5 +55,6 @@ def test_kill_stop_and_successor(group):
     assert [line.split()[0] for line in run("-m", "tests.process.failpoints", *mine).splitlines()] == mine
 
 
-def test_a_reader_by_priority_ends_while_the_writer_is_stopped():
-    run("-c", "from tests.process.failpoints import stopped_while_all_rows_are_overwritten as f; f()")
+@pytest.mark.parametrize(("overwritten", "stored"), [(4, 4), (3, 4), (20, 100)])
+def test_a_reader_by_priority_beside_a_stopped_writer(overwritten, stored):
+    run("-c", f"from tests.process.failpoints import stopped_while_rows_are_overwritten as f; f({overwritten}, {stored})")
