@@ -190,6 +190,7 @@ def _read(handle: Any, info: Info, whole: bool) -> None:
             "max_members": h["max_members"],
         },
         config=config,
+        priorities=handle.priorities,
         segment={
             "file_bytes": info["file_bytes"],
             "allocated_bytes": info["allocated_bytes"],
@@ -319,6 +320,14 @@ def _heading(info: Info) -> Any:
         c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
         c["malformed_records"] and count(c["malformed_records"], "malformed record"),
     )
+    if p := info["priorities"]:
+        line(
+            "priorities",
+            f"alpha {p['alpha']:g}, eps {p['eps']:g}",
+            p["ready"] and f"sum {p['sum']:.6g}, a new row gets {p['new_row']:.4g}",
+            f"{p['applied']:,} set, {p['stale']:,} came too late",
+            p["scrubs"] and f"{count(p['scrubs'], 'repair')} after an updater's death",
+        )
     line("segment", info["path"], nbytes(seg["file_bytes"]), f"of which {nbytes(seg['allocated_bytes'])} have memory")
     if schema := info["schema"]:
         each, used = schema["row_bytes"], schema["payload_bytes"]

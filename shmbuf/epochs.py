@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from shmbuf.schema import nest
 from shmbuf.ticket import left_of, seconds_of
 
 EPOCH, CONSUMED = 0, 1  # words of the segment
+SHARED = -1  # not one's own epoch
+LOW = 0xFFFFFFFF  # of an epoch's second word: the position; above it: the size
 MAX_TIMES = 1 << 16
 MAX_TRIES = 1000
 PATIENCE = 1.0  # seconds for one transaction, as for draws
@@ -37,11 +39,19 @@ def check_options(seed: int | None, times: int = 1) -> None:
         raise TypeError(f"seed={seed!r}: a whole number, or None")
 
 
+class Claimed(NamedTuple):
+    n: int
+    ended: bool  # nothing is left of the epoch
+    epoch: int
+    left: int | None  # rows of the epoch; None: not known
+
+
 class EpochReader:
     """One reader's way through the rows of a buffer; see `Epochs.epoch` and `Epochs.consume`.
 
     Attributes:
-        ran_out: the last batch was the last of its epoch (of a shared epoch one reader sees it), or took the last row there was.
+        ran_out: the last call came to the end of an epoch (of a shared epoch one reader sees it), or took the last row there was.
+        at_end: and its batch was the last one. Otherwise what was left of the epoch has gone, and the batch is of the next one.
     """
 
     def __init__(
@@ -50,29 +60,34 @@ class EpochReader:
         check_options(seed, 1 if times is None else times)
         self.buffer, self.shared, self.shuffle, self.drop_last = buffer, bool(shared), bool(shuffle), bool(drop_last)
         self.times, self.seed = None if times is None else int(times), None if seed is None else int(seed)
-        self.ran_out = False
+        self.ran_out = self.at_end = False
         self._which = EPOCH if times is None else CONSUMED
         self._own = None if shared else native.PrivateEpoch()
         self._order = 0  # the seed of the order now, or the next epoch's is to be chosen
-        self._fresh = True
+        self._fresh = True  # one's own epoch has ended, and the next has not begun
         self._lock = (0, threading.Lock())
         if self.shared and not buffer._readonly:
             self._join()
 
     # ---- drawing ------------------------------------------------------------------------------------------------
 
-    def draw(self, n: int, *, timeout: float | None = 0.0) -> tuple[dict[str, Any], np.ndarray]:
+    def draw(self, n: int, *, timeout: float | None = 0.0, into_next: bool = True) -> tuple[dict[str, Any], np.ndarray]:
         """Up to n rows, as copies.
+
+        Args:
+            timeout: seconds for all that has to be waited for; 0: raise at once; None: for ever.
+            into_next: if so much of the epoch has been overwritten that no batch is left of it: go on into the next one, which
+                ``ran_out`` tells. False: raise NotEnoughRows, with ``ran_out`` set; the next call begins the next epoch.
 
         Returns:
             rows: nested dict of arrays [k, *shape]; ids: int64[k]. k < n: what was left of the epoch, or all that was new.
 
         Raises:
-            NotEnoughRows: nothing is stored, or nothing new within ``timeout`` seconds (None: for ever).
+            NotEnoughRows: nothing is stored, or nothing new within ``timeout`` seconds; see into_next.
             ValueError: with drop_last, a batch larger than the buffer. Lapped, StorageLost.
             PermissionError: a read-only handle cannot take rows that others then do not get.
         """
-        buffer = self.buffer
+        buffer, since = self.buffer, time.monotonic()
         if n < 0:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
         buffer._wait_schema(timeout)
@@ -82,15 +97,25 @@ class EpochReader:
         def fetch(ids: np.ndarray, done: np.ndarray) -> None:
             buffer._call("fetch", buffer._columns, addresses, n, address_of(ids), address_of(done))
 
-        with buffer.sampling(n, timeout):
-            ids, order = self.draw_into(n, fetch, timeout)
+        with buffer.sampling(n, left_of(timeout, since)):
+            ids, order = self.draw_into(n, fetch, timeout, since=since, into_next=into_next)
         if order is not None:
             buffer.refund_samples(n - len(order))
             out, ids = [a[order] for a in out], ids[order]
         return nest(buffer._schema.keys, out), ids  # type: ignore[union-attr]
 
-    def draw_into(self, n: int, fetch: Fetch, timeout: float | None = 0.0) -> tuple[np.ndarray, np.ndarray | None]:
-        """For the floors above: int64[n] ids and the order in which fetched rows make the batch: None: as they are."""
+    def draw_into(
+        self,
+        n: int,
+        fetch: Fetch,
+        timeout: float | None = 0.0,
+        *,
+        since: float | None = None,
+        into_next: bool = True,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """For the floors above: int64[n] ids and the order in which fetched rows make the batch: None: as they are.
+
+        since: when the timeout began (``time.monotonic()``); default: now."""
         if self.shared and self.buffer._readonly:
             raise PermissionError(
                 "a read-only handle cannot take rows from what readers share: "
@@ -104,35 +129,50 @@ class EpochReader:
             self.buffer._become_reader()
         if n == 0:
             return np.empty(0, np.int64), None
-        return self._of_epoch(n, fetch, timeout) if self.times is None else self._of_new(n, fetch, timeout)
+        since = time.monotonic() if since is None else since
+        if self.times is None:
+            return self._of_epoch(n, fetch, timeout, since, into_next)
+        return self._of_new(n, fetch, timeout, since)
 
-    def _of_epoch(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def _of_epoch(
+        self, n: int, fetch: Fetch, timeout: float | None, since: float, into_next: bool
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """All of one claim; what is overwritten meanwhile is replaced by more of the same epoch, as far as it goes."""
-        since, batch, ended = time.monotonic(), _Batch(n), False
+        batch, tell, passed = _Batch(n), False, False
         for _ in range(MAX_TRIES):
             first = batch.fresh
-            ended = batch.take(self._claim, fetch, self.drop_last and first)
-            if first and not batch.claimed:
+            got = batch.take(self._claim, fetch)
+            if first and not got.n and not got.ended:
                 self._wait_for_epoch(n, timeout, since)
                 continue
-            ended = ended or not batch.claimed  # emptied meanwhile
+            tell = tell or self._tells(n, got, first)
+            ended = got.ended or not got.n  # emptied meanwhile
             if not batch.missing.size or (ended and not self.drop_last and batch.missing.size < n):
-                self.ran_out = self._at_end(n, ended)
+                self.at_end = self._close(n, batch.epoch) or tell
+                self.ran_out = self.at_end or passed
                 return batch.ids, batch.order(sort=not self.shuffle)
             if ended:  # what was left of that epoch is no batch
-                batch = _Batch(n)
+                passed, self.ran_out, self.at_end = passed or tell, passed or tell, False
+                if passed and not into_next:
+                    raise NotEnoughRows(
+                        f"the epoch has ended without another batch of {n:,}: rows of buffer {self.buffer.name!r} were "
+                        "overwritten before their turn; the next call begins another epoch"
+                    )
+                batch, tell = _Batch(n), False
         raise self._lapped()
 
-    def _of_new(self, n: int, fetch: Fetch, timeout: float | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def _of_new(
+        self, n: int, fetch: Fetch, timeout: float | None, since: float
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """What nobody had yet (or not often enough), over as many windows as it takes; fewer if there is no more in time."""
-        since, batch, nap, helped, in_vain = time.monotonic(), _Batch(n), 1e-4, False, 0
-        self.ran_out = False
+        batch, nap, helped, in_vain = _Batch(n), 1e-4, False, 0
+        self.ran_out = self.at_end = False
         while in_vain < MAX_TRIES:
             had = batch.missing.size
-            batch.take(self._claim, fetch, False)
+            got = batch.take(self._claim, fetch)
             if not batch.missing.size:
                 break
-            if batch.claimed:
+            if got.n:
                 nap, helped, in_vain = 1e-4, False, in_vain + 1 if batch.missing.size == had else 0
                 continue
             if self.buffer._get("destroyed"):
@@ -143,7 +183,7 @@ class EpochReader:
                 continue
             left = left_of(timeout, since)
             if left == 0:
-                self.ran_out = True
+                self.ran_out = self.at_end = True
                 break
             # The core wakes nobody for rows that are new to an epoch. A claimed row must not be lost to an error: so no wait_rows.
             time.sleep(nap if left is None else min(nap, left))
@@ -154,20 +194,60 @@ class EpochReader:
 
     # ---- claims -------------------------------------------------------------------------------------------------
 
-    def _claim(self, n: int, ids: np.ndarray, drop_last: bool) -> tuple[int, bool]:
-        """Up to n ids of one epoch into int64 ids, which belong to nobody else then: (how many, whether they end it)."""
-        options = (self.shuffle, drop_last, self.times is not None, self.times or 1, address_of(ids))
+    def _claim(self, n: int, ids: np.ndarray, of: int | None) -> Claimed:
+        """Up to n ids of one epoch into int64 ids, which belong to nobody else then; of: only of this epoch."""
+        whole = self.drop_last and of is None
+        options = (self.shuffle, whole, self.times is not None, self.times or 1, address_of(ids))
         if self.shared:
             seed = self.buffer._header["instance_id"] if self.seed is None else self.seed
-            return self.buffer._call("claim", None, self._which, n, seed % 2**64, *options)
+            got, ended, *left = self.buffer._call("claim", None, self._which, n, seed % 2**64, *options)
+            return Claimed(got, ended, SHARED, left[0] if left else None)
         with self._alone():
-            if self._fresh and self.seed is None:
-                self._order = int(self.buffer.generator().integers(1 << 63))
-                self._own.state = (0, 0)  # type: ignore[union-attr]  # the order follows from the seed and the rows alone
+            own = self._own
+            was, at = own.state  # type: ignore[union-attr]
+            if of is not None and (self._fresh or was != of):
+                return Claimed(0, True, of, 0)  # another thread has ended it
+            running = not self._fresh
+            if not running:
+                at = 0
+                if self.seed is None:
+                    self._order = int(self.buffer.generator().integers(1 << 63))
+                    own.state = (0, 0)  # type: ignore[union-attr]  # the order follows from the seed and the rows alone
             seed = (self._order if self.seed is None else self.seed) % 2**64
-            got, ended = self.buffer._call("claim", self._own, self._which, n, seed, *options)
-            self._fresh = ended
-        return got, ended
+            got, _ = self.buffer._call("claim", own, self._which, n, seed, *options)
+            now, word = own.state  # type: ignore[union-attr]
+            if running and (
+                not got or now != was
+            ):  # too little was left of it, or nothing: it is over, and no other begun
+                self._finish(was, at)
+                return Claimed(0, True, was, 0)
+            if got:
+                # With drop_last the core puts the rest away at once; but it may replace rows of this batch.
+                taken = (at & LOW) + got
+                own.state = (now, word & ~LOW | taken)  # type: ignore[union-attr]
+                self._fresh = taken == word >> 32
+            return Claimed(got, self._fresh and got > 0, now, (word >> 32) - taken if got else 0)
+
+    def _finish(self, low: int, high: int) -> None:
+        self._own.state = (low, high & ~LOW | high >> 32)  # type: ignore[union-attr]
+        self._fresh = True
+
+    def _close(self, n: int, epoch: int | None) -> bool:
+        """End one's own epoch if no batch of n is left of it."""
+        if self.shared:
+            return False
+        with self._alone():
+            low, high = self._own.state  # type: ignore[union-attr]
+            if self._fresh or low != epoch or (high >> 32) - (high & LOW) >= (n if self.drop_last else 1):
+                return False
+            self._finish(low, high)
+            return True
+
+    def _tells(self, n: int, got: Claimed, whole: bool) -> bool:
+        """Whether this claim ended the epoch: of all who share it exactly one."""
+        if self.shared and self.drop_last and not whole and got.left is not None:
+            return got.left < n <= got.left + got.n
+        return got.ended
 
     def _alone(self) -> threading.Lock:
         """Threads of this process in turn; in a fork child a lock of its own: the parent's may have been held."""
@@ -175,12 +255,6 @@ class EpochReader:
         if self._lock[0] != pid:
             self._lock = (pid, threading.Lock())
         return self._lock[1]
-
-    def _at_end(self, n: int, ended: bool) -> bool:
-        if self._own is None:
-            return ended
-        high = self._own.state[1]
-        return (high >> 32) - (high & 0xFFFFFFFF) < (n if self.drop_last else 1)
 
     # ---- what others chose --------------------------------------------------------------------------------------
 
@@ -261,36 +335,36 @@ class _Batch:
     def __init__(self, n: int):
         self.ids, self.done = np.empty(n, np.int64), np.zeros(n, np.uint8)
         self.missing = np.arange(n)
-        self.claimed = 0  # by the last take()
+        self.epoch: int | None = None  # of the first claim
         self._takes = 0
 
     @property
     def fresh(self) -> bool:
         return not self._takes
 
-    def take(self, claim: Callable[[int, np.ndarray, bool], tuple[int, bool]], fetch: Fetch, drop_last: bool) -> bool:
-        """Claim as many as are missing, copy them; returns whether that was the end of the epoch."""
+    def take(self, claim: Callable[[int, np.ndarray, int | None], Claimed], fetch: Fetch) -> Claimed:
+        """Claim as many as are missing, copy them."""
         if self.fresh:  # the usual case: all at once
-            self.claimed, ended = claim(len(self.ids), self.ids, drop_last)
-            if self.claimed:
-                self._takes = 1
-                self.done[self.claimed :] = 1  # not to be fetched
+            got = claim(len(self.ids), self.ids, None)
+            if got.n:
+                self._takes, self.epoch = 1, got.epoch
+                self.done[got.n :] = 1  # not to be fetched
                 fetch(self.ids, self.done)
-                self.done[self.claimed :] = 0
+                self.done[got.n :] = 0
                 self.missing = (self.done == 0).nonzero()[0]
-            return ended
+            return got
         more = np.empty(len(self.missing), np.int64)
-        self.claimed, ended = claim(len(more), more, drop_last)
-        if not self.claimed:
-            return ended
+        got = claim(len(more), more, self.epoch)
+        if not got.n:
+            return got
         self._takes += 1
-        places, rest = self.missing[: self.claimed], self.missing[self.claimed :]
-        self.ids[places] = more[: self.claimed]
+        places, rest = self.missing[: got.n], self.missing[got.n :]
+        self.ids[places] = more[: got.n]
         self.done[rest] = 1
         fetch(self.ids, self.done)
         self.done[rest] = 0
         self.missing = (self.done == 0).nonzero()[0]
-        return ended
+        return got
 
     def order(self, *, sort: bool) -> np.ndarray | None:
         """Places of the rows that are there; sort: by id, if they were not claimed in one go."""
@@ -340,6 +414,7 @@ class Epochs(Priorities):
         """
         if n < 0:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
+        since = time.monotonic()
         self._wait_schema(timeout)
         out = self._outputs(n)
         addresses = [address_of(a) for a in out]
@@ -347,18 +422,19 @@ class Epochs(Priorities):
         def fetch(ids: np.ndarray, done: np.ndarray) -> None:
             self._call("fetch", self._columns, addresses, n, address_of(ids), address_of(done))
 
-        with self.sampling(n, timeout):
-            ids = self.newest_into(n, fetch, timeout)
+        with self.sampling(n, left_of(timeout, since)):
+            ids = self.newest_into(n, fetch, timeout, since)
         return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
 
-    def newest_into(self, n: int, fetch: Fetch, timeout: float | None) -> np.ndarray:
-        """For the floors above: int64[n] ids, of which the rows have been fetched."""
+    def newest_into(self, n: int, fetch: Fetch, timeout: float | None, since: float | None = None) -> np.ndarray:
+        """For the floors above: int64[n] ids, of which the rows have been fetched. since: when the timeout began; default: now."""
         if not self._standby:
             self._become_reader()
         seconds_of(timeout)
-        since, done = time.monotonic(), np.zeros(n, np.uint8)
+        since = time.monotonic() if since is None else since
+        done = np.zeros(n, np.uint8)
         if n:
-            self.wait_rows(n, timeout)
+            self.wait_rows(n, left_of(timeout, since))
         while True:
             lo, hi = self.window
             ids = np.arange(hi - 1, hi - 1 - n, -1, dtype=np.int64)

@@ -12,12 +12,12 @@ from shmbuf._extension import native
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
 from shmbuf.reading import Reading, address_of, as_ids
 from shmbuf.schema import nest
-from shmbuf.ticket import seconds_of
+from shmbuf.ticket import left_of, seconds_of
 
 _STATUS = native.STATUSES
 BY = ("trajectory", "start")
 MAX_TRIES = 1000
-_MOVED = 20  # looks that find no slice in a window that moves meanwhile, until that is believed
+_MOVED = 2  # looks that find no slice in a window that moves meanwhile, until that is believed: each goes over all trajectories
 _NAP = 1e-3
 
 
@@ -74,9 +74,11 @@ class Trajectories(Reading):
         """
         how: dict[str, Any] = {"strict": strict, "by": by, "left": left, "right": right}
         _check_slices(n, length, **how)
+        since = time.monotonic()
         self._wait_schema(timeout)
-        with self.sampling(n * length, timeout):
-            ids, lens = self.choose_slices(n, length, timeout=timeout, **how)
+        how = {**how, "timeout": timeout, "since": since}
+        with self.sampling(n * length, left_of(timeout, since)):
+            ids, lens = self.choose_slices(n, length, **how)
             out = self._outputs(n * length)
             done = np.zeros((n, length), np.uint8)
             addresses = [address_of(a) for a in out]
@@ -88,7 +90,7 @@ class Trajectories(Reading):
                     break
                 bad = np.flatnonzero(~done.all(axis=1))
                 done[bad] = 0
-                ids[bad], lens[bad] = self.choose_slices(len(bad), length, timeout=timeout, **how)
+                ids[bad], lens[bad] = self.choose_slices(len(bad), length, **how)
             else:
                 raise self._slices_lapped(length)
         ids = ids.reshape(-1)
@@ -108,14 +110,16 @@ class Trajectories(Reading):
         left: int = 0,
         right: int = 0,
         timeout: float | None = 0.0,
+        since: float | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """For the floors above: ids int64[n, length] and lens int64[n]; after the end of a slice its last id is repeated.
 
         They were slices of the rows stored then: right if all are still there after they were copied. Errors: `draw_slices`.
+        since: when the timeout began (``time.monotonic()``); default: now.
         """
         _check_slices(n, length, strict, by, left, right)
-        since, seconds = time.monotonic(), seconds_of(timeout)
-        self._wait_schema(timeout)
+        since, seconds = time.monotonic() if since is None else since, seconds_of(timeout)
+        self._wait_schema(left_of(timeout, since))
         self.require_trajectories()
         if not self._standby:
             self._become_reader()
@@ -147,7 +151,7 @@ class Trajectories(Reading):
             ):  # rows are being overwritten just now: wait for what comes instead
                 time.sleep(_NAP)
             elif not len(self):
-                self.wait_rows(1, None if seconds < 0 else max(0.0, seconds - (time.monotonic() - since)))
+                self.wait_rows(1, left_of(timeout, since))
             elif 0 <= seconds <= time.monotonic() - since:
                 raise self._no_slice(length, longest, seconds)
             else:

@@ -6,8 +6,9 @@ from shmbuf.samplers.base import RandomSampler, Sampler
 from shmbuf.samplers.ensemble import SamplerEnsemble
 from shmbuf.samplers.epochs import ConsumingSampler, NewestSampler, SamplerWithoutReplacement
 from shmbuf.samplers.prioritized import PrioritizedSampler
+from shmbuf.samplers.prioritized_slices import PrioritizedSliceSampler
 from shmbuf.samplers.sequences import NStep, SampleUnit, Sequence, Transition
-from shmbuf.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from shmbuf.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from shmbuf.samplers.staleness import StalenessAwareSampler
 
 # By the name that a segment keeps: attaching imports no class of the user's.

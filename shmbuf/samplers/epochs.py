@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ from tensordict import TensorDictBase
 
 from shmbuf.buffer import Buffer
 from shmbuf.epochs import EpochReader, check_options
+from shmbuf.errors import NotEnoughRows
 from shmbuf.samplers.base import Sampler, wait_for_rows
+from shmbuf.samplers.passes import PassSampler
 
 if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
@@ -32,13 +35,12 @@ def check_out(storage: ShmStorage, out: TensorDictBase | None, n: int) -> None:
         storage._into(out, n)
 
 
-class _EpochSampler(Sampler):
+class _EpochSampler(PassSampler):
     """A sampler whose place in the rows is an `EpochReader` for each handle."""
 
     def __init__(self, seed: int | None):
         check_options(seed)
         self.seed = None if seed is None else int(seed)
-        self._ran_out = False
         self._readers: weakref.WeakKeyDictionary[Buffer, EpochReader] = weakref.WeakKeyDictionary()
 
     def _new_reader(self, buffer: Buffer) -> EpochReader:
@@ -49,15 +51,6 @@ class _EpochSampler(Sampler):
 
     def prepare(self, storage: ShmStorage) -> None:
         self._readers[storage.buffer] = self._new_reader(storage.buffer)
-
-    @property
-    def ran_out(self) -> bool:
-        """The last batch was the last of its epoch (of a shared one: exactly one reader sees it), or took the last new row."""
-        return self._ran_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self._ran_out = bool(value)
 
     def sample(
         self,
@@ -72,13 +65,19 @@ class _EpochSampler(Sampler):
         if reader is None:
             self.prepare(storage)
             reader = self._readers[storage.buffer]
-        try:
+        since = time.monotonic()
+        if self._into_next:  # else an emptied buffer ends the iteration, too
             wait_for_rows(storage, timeout)
-            check_out(storage, out, batch_size)
-            rows = storage.gathering(batch_size, pin=pin)
-            ids, order = reader.draw_into(batch_size, rows.fetch, timeout)
-        finally:
-            self._ran_out = reader.ran_out
+        check_out(storage, out, batch_size)
+        rows = storage.gathering(batch_size, pin=pin)
+        try:
+            how: dict[str, Any] = {"since": since, "into_next": self._into_next}
+            ids, order = reader.draw_into(batch_size, rows.fetch, timeout, **how)
+        except NotEnoughRows:
+            if reader.ran_out:
+                self._came_to_nothing()
+            raise
+        self._came(reader.ran_out, reader.at_end)
         return rows_into(rows.tensordict(ids), order, out)
 
 
@@ -95,6 +94,9 @@ class SamplerWithoutReplacement(_EpochSampler):
         shared: one epoch for all readers of the buffer that say so, whatever process they are in: each row goes to one of them,
             and what a killed reader had taken counts as seen. Their options have to be the same. False: an epoch of one's own.
         seed: of the order, the same for all who share. None: this handle's (``seed=``, ``set_rng``), or the buffer's if shared.
+
+    A plain ``sample`` goes on into the next epoch if so much of this one has been overwritten that no batch is left of it;
+    iterating over the replay buffer ends there.
 
     Raises (from ``sample``):
         ValueError: with drop_last, a batch larger than the buffer.
@@ -173,8 +175,9 @@ class NewestSampler(Sampler):
         timeout: float | None = 0.0,
         pin: bool = False,
     ) -> TensorDictBase:
+        since = time.monotonic()
         wait_for_rows(storage, timeout)
         check_out(storage, out, batch_size)
         rows = storage.gathering(batch_size, pin=pin)
-        ids = storage.buffer.newest_into(batch_size, rows.fetch, timeout)
+        ids = storage.buffer.newest_into(batch_size, rows.fetch, timeout, since)
         return rows_into(rows.tensordict(ids), None, out)

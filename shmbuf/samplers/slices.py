@@ -6,20 +6,18 @@ import functools
 import os
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from shmbuf.errors import Lapped, NotEnoughRows
-from shmbuf.priorities import check_weighting
-from shmbuf.reading import address_of
+from shmbuf.errors import NotEnoughRows
 from shmbuf.samplers.base import Sampler, gather, wait_for_rows
-from shmbuf.samplers.prioritized import PrioritizedSampler
+from shmbuf.samplers.passes import PassSampler
 from shmbuf.schema import Key, as_key, show_key
 from shmbuf.streams import END_KEYS
+from shmbuf.ticket import left_of
 from shmbuf.trajectories import BY, MAX_TRIES
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
 
 _NUMBERS: tuple[Any, ...] = ("index", "row_id")
-_REJECTIONS = 16  # rounds of draws by priority that no slice may begin with, until all rows are looked at
-_AT_ONCE = 1 << 22  # ids of a look at all rows
 
 
 def _key(key: Any) -> Key | None:
@@ -211,8 +207,11 @@ class SliceSampler(Sampler):
 
     def _ready(self, storage: ShmStorage, timeout: float | None) -> Buffer:
         wait_for_rows(storage, timeout)
-        self._check_keys(storage.buffer)
-        return storage.buffer
+        buffer = storage.buffer
+        self._check_keys(buffer)
+        if not buffer._standby:
+            buffer._become_reader()
+        return buffer
 
     def sample(
         self,
@@ -225,8 +224,11 @@ class SliceSampler(Sampler):
     ) -> TensorDictBase:
         n, length = self._shape(batch_size)
         left, right = self._beyond(length)
+        since = time.monotonic()
         buffer = self._ready(storage, timeout)
-        how: dict[str, Any] = dict(strict=self.strict_length, by=self.by, left=left, right=right, timeout=timeout)
+        how: dict[str, Any] = dict(
+            strict=self.strict_length, by=self.by, left=left, right=right, timeout=timeout, since=since
+        )
         ids, lens = buffer.choose_slices(n, length, **how)
 
         def again(bad: np.ndarray) -> np.ndarray:
@@ -272,8 +274,8 @@ class SliceSampler(Sampler):
         return td if out is None else storage._copy_into(out, td)  # type: ignore[arg-type]
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
-    """One slice of each trajectory a pass, of this handle's own passes; see `SliceSampler` for the other arguments.
+class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
+    """One slice of each trajectory a pass, of this handle's own passes; the other arguments are `SliceSampler`'s.
 
     Args:
         drop_last: leave out the last batch of a pass if it has fewer slices than asked for.
@@ -282,50 +284,22 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     A pass goes over the trajectories that are stored when it begins, up to the row that is then their last. Rows and trajectories
     that come meanwhile are for the next pass. Of one whose first rows are overwritten the rest is drawn from; one of which less is
     left than a slice needs is passed over. So none is drawn twice a pass. The last batch of a pass may be smaller; the next
-    `sample` begins another.
+    `sample` begins another. There is no span, by or pad_output.
     """
 
     name: ClassVar[str] = "slice_without_replacement"
 
-    def __init__(
-        self,
-        *,
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        drop_last: bool = False,
-        end_key: Any = None,
-        end_keys: Any = None,
-        traj_key: Any = None,
-        ends: Any = None,
-        trajectories: Any = None,
-        truncated_key: Any = ("next", "truncated"),
-        init_key: Any = "is_init",
-        strict_length: bool = True,
-        shuffle: bool = True,
-        compile: Any = False,
-        use_gpu: Any = False,
-        shared: bool = False,
-    ):
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, shared: bool = False, **slices: Any):
         if shared:
             raise ValueError(
                 "shared=True: readers of a buffer cannot share a pass over trajectories, which grow; each has passes of its own"
             )
-        super().__init__(
-            num_slices=num_slices,
-            slice_len=slice_len,
-            end_key=end_key,
-            end_keys=end_keys,
-            traj_key=traj_key,
-            ends=ends,
-            trajectories=trajectories,
-            truncated_key=truncated_key,
-            init_key=init_key,
-            strict_length=strict_length,
-        )
+        for other in ("span", "by", "pad_output"):
+            if other in slices:
+                raise TypeError(f"{other}: a slice of each trajectory is drawn uniformly from the whole of it")
+        SliceSampler.__init__(self, **slices)
         self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
-        self._left: list[
-            int
-        ] = []  # last rows of the trajectories that this pass has still to draw from; popped from the end
+        self._left: list[int] = []  # last rows of the trajectories still to be drawn from; popped from the end
         self._of: str | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
 
@@ -336,8 +310,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def __reduce__(self) -> tuple:  # a copy begins with a pass of its own
         return functools.partial(type(self), **self.arguments()), ()
 
-    def _begin(self, buffer: Buffer, rng: np.random.Generator) -> None:
-        ends = np.asarray(buffer._call("trajectories")[0], np.int64)
+    def _begin(self, buffer: Buffer, length: int, rng: np.random.Generator) -> None:
+        ends, _, rows, _ = (np.asarray(x, np.int64) for x in buffer._call("trajectories"))
+        ends = ends[rows >= (length if self.strict_length else 1)]
         self._left = (rng.permutation(ends) if self.shuffle else ends[::-1]).tolist()
 
     def _next(self, buffer: Buffer, length: int, rng: np.random.Generator) -> tuple[int, np.ndarray] | None:
@@ -349,13 +324,31 @@ class SliceSamplerWithoutReplacement(SliceSampler):
                 return end, ids
         return None
 
-    def _slice(self, buffer: Buffer, end: int, length: int, rng: np.random.Generator) -> np.ndarray | None:
+    def _rows(self, buffer: Buffer, end: int, length: int) -> int:
+        """Of a trajectory that can be drawn from; 0: it cannot."""
         rows = buffer._call("trajectory_rows", end)
-        if not rows or (self.strict_length and rows < length):
+        return 0 if self.strict_length and rows < length else rows
+
+    def _slice(self, buffer: Buffer, end: int, length: int, rng: np.random.Generator) -> np.ndarray | None:
+        rows = self._rows(buffer, end, length)
+        if not rows:
             return None
         ids = np.empty(min(rows, length), np.int64)
         back = int(rng.integers(rows - len(ids) + 1))
         return ids if buffer._call("stretch", end, back, len(ids), ids.ctypes.data) else None
+
+    def _last(self, buffer: Buffer, n: int, length: int) -> bool:
+        """Whether no batch of n is left of this pass, which is over then."""
+        there: list[int] = []
+        while self._left and len(there) < (n if self.drop_last else 1):
+            end = self._left.pop()
+            if self._rows(buffer, end, length):
+                there.append(end)
+        if len(there) < (n if self.drop_last else 1):
+            self._left = []
+            return True
+        self._left += reversed(there)
+        return False
 
     def sample(
         self,
@@ -367,41 +360,59 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         pin: bool = False,
     ) -> TensorDictBase:
         n, length = self._shape(batch_size)
+        since, passed = time.monotonic(), False
         for _ in range(MAX_TRIES):
-            buffer = self._ready(storage, timeout)
+            buffer = self._ready(storage, left_of(timeout, since))
             rng = buffer.generator()
             if self._pid != os.getpid():  # another thread of the parent may have held it at the fork
                 self._lock, self._pid = threading.Lock(), os.getpid()
             with self._lock:
-                chosen = self._choose(buffer, n, length, rng, timeout)
-                while self._left and self._slice(buffer, self._left[-1], length, rng) is None:
-                    self._left.pop()
-                self.ran_out = len(self._left) < (n if self.drop_last else 1)
-                if self.ran_out:
-                    self._left = []
+                chosen, over = self._choose(buffer, n, length, rng, left_of(timeout, since))
+            passed = passed or over
             td, lens = self._copy(storage, buffer, chosen, length, rng, pin)
-            if lens.any():
+            if lens.all() or (lens.any() and not self.drop_last):
+                with self._lock:
+                    last = self._last(buffer, n, length)
+                self._came(last or passed, last)
                 return self._finish(storage, td, lens, length, out)
+            passed = True
+            self._pass_over(buffer, n)
         raise buffer._slices_lapped(length)
 
     def _choose(
         self, buffer: Buffer, n: int, length: int, rng: np.random.Generator, timeout: float | None
-    ) -> list[tuple[int, np.ndarray]]:
+    ) -> tuple[list[tuple[int, np.ndarray]], bool]:
+        """Slices of the next trajectories, and whether the pass before has ended without them."""
         if self._of != buffer.name:
             self._left, self._of = [], buffer.name
-        for new in (False, True, True):
-            if new or not self._left:
-                self._begin(buffer, rng)
+        passed = False
+        for _ in range(3):
+            under_way = bool(self._left)
+            if not under_way:
+                self._begin(buffer, length, rng)
             chosen: list[tuple[int, np.ndarray]] = []
             while len(chosen) < n and (found := self._next(buffer, length, rng)) is not None:
                 chosen.append(found)
             if len(chosen) == n or (chosen and not self.drop_last):
-                return chosen
-            buffer.choose_slices(1, length, strict=self.strict_length, timeout=timeout)  # says why there is none
+                return chosen, passed
+            if under_way:
+                passed = True
+                self._pass_over(buffer, n)
+            else:
+                buffer.choose_slices(1, length, strict=self.strict_length, timeout=timeout)  # says why there is none
         raise NotEnoughRows(
             f"buffer {buffer.name!r} has {len(chosen):,} trajectories to draw slices of {length:,} rows from; batches of {n:,} "
             "slices were asked for, and with drop_last=True smaller ones are left out"
         )
+
+    def _pass_over(self, buffer: Buffer, n: int) -> None:
+        """So much of the pass has been overwritten that no batch is left of it."""
+        if not self._into_next:
+            self._came_to_nothing()
+            raise NotEnoughRows(
+                f"the pass has ended without another batch of {n:,} slices: rows of buffer {buffer.name!r} were overwritten "
+                "before their turn; the next call begins another pass"
+            )
 
     def _copy(
         self,
@@ -436,154 +447,3 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
         ids = np.concatenate([padded(ids) for _, ids in chosen])
         return gather(storage, ids, again, unit=length, pin=pin), lens
-
-
-class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
-    """Slices that begin at rows drawn by priority, among those where a slice may begin: with slice_len - 1 rows behind it in its
-    trajectory (span right: fewer), or, not strict, the first row of a shorter trajectory. `PrioritizedSampler`'s and
-    `SliceSampler`'s arguments; there is no left span.
-
-    ``sample`` adds "priority_weight": that of the row where the slice begins, for each of its rows.
-    """
-
-    name: ClassVar[str] = "prioritized_slice"
-
-    def __init__(
-        self,
-        max_capacity: int | None = None,
-        alpha: float = 0.6,
-        beta: float = 0.4,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        max_priority_within_buffer: bool = False,
-        normalize: str = "buffer",
-        **slices: Any,
-    ):
-        if "by" in slices:
-            raise TypeError("by: starts are drawn by priority")
-        SliceSampler.__init__(self, **slices)
-        PrioritizedSampler.__init__(
-            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, normalize=normalize
-        )
-        if self.span[0]:
-            warnings.warn("Left spanning is disabled for PrioritizedSliceSampler", stacklevel=2)
-            self.span = (False, self.span[1])
-
-    def arguments(self) -> dict[str, Any]:
-        mine = {**SliceSampler.arguments(self), **PrioritizedSampler.arguments(self)}
-        return {k: v for k, v in mine.items() if k not in ("by", "stratified")}
-
-    @property
-    def info_keys(self) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*SliceSampler.info_keys.fget(self), "priority_weight")  # type: ignore[attr-defined]
-
-    def prepare(self, storage: ShmStorage) -> None:
-        SliceSampler.prepare(self, storage)
-        PrioritizedSampler.prepare(self, storage)
-
-    def sample(
-        self,
-        storage: ShmStorage,
-        batch_size: int,
-        *,
-        out: TensorDictBase | None = None,
-        timeout: float | None = 0.0,
-        pin: bool = False,
-        beta: float | None = None,
-    ) -> TensorDictBase:
-        if beta is None:
-            beta = self._beta
-        else:
-            check_weighting(beta, self.normalize)
-        n, length = self._shape(batch_size)
-        right = self._beyond(length)[1]
-        buffer = self._ready(storage, timeout)
-        ids, lens, leaves = self._choose(buffer, n, length, right, timeout)
-
-        def again(bad: np.ndarray) -> np.ndarray:
-            new, lens[bad], leaves[bad] = self._choose(buffer, len(bad), length, right, timeout)
-            return new
-
-        td = gather(storage, ids.reshape(-1), again, unit=length, pin=pin)
-        buffer._call("weigh", address_of(leaves), n, beta, self.normalize == "batch")
-        return self._finish(storage, td, lens, length, out, weights=leaves)
-
-    def _legal(self, buffer: Buffer, starts: np.ndarray, lens: np.ndarray, length: int, right: int) -> np.ndarray:
-        legal = lens >= length - right
-        if not self.strict_length:
-            short = np.flatnonzero((lens > 0) & ~legal)
-            if len(short):
-                legal[short] = buffer.preceding(starts[short]) < 0
-        elif right:  # but no trajectory that is too short
-            cut = np.flatnonzero(legal & (lens < length))
-            if len(cut):
-                before = buffer.walk_back(starts[cut], length)[1] - 1
-                legal[cut] = before + lens[cut] >= length
-        return legal
-
-    def _choose(
-        self, buffer: Buffer, n: int, length: int, right: int, timeout: float | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, lens, leaves = np.zeros((n, length), np.int64), np.zeros(n, np.int64), np.zeros(n, np.float32)
-        todo = np.arange(n)
-        for _ in range(_REJECTIONS):
-            starts, leaf = self._starts(buffer, len(todo), timeout)
-            chain, found = buffer.walk_forward(starts, length)
-            legal = self._legal(buffer, starts, found, length, right)
-            take = todo[legal]
-            ids[take], lens[take], leaves[take] = chain[legal], found[legal], leaf[legal]
-            todo = todo[~legal]
-            if not len(todo):
-                return ids, lens, leaves
-        for _ in range(MAX_TRIES):
-            buffer.choose_slices(1, length, strict=self.strict_length, timeout=timeout)  # says so if there is none
-            starts, leaf = self._all_starts(buffer, length, right)
-            if len(starts):
-                break
-        else:
-            raise buffer._slices_lapped(length)
-        if not leaf.any():
-            raise RuntimeError(
-                f"no slice can be drawn: the priorities of all {len(starts):,} rows where one may begin are 0"
-            )
-        at = buffer.generator().choice(len(starts), size=len(todo), p=leaf / leaf.sum())
-        ids[todo], lens[todo] = buffer.walk_forward(starts[at], length)
-        leaves[todo] = leaf[at]
-        return ids, lens, leaves
-
-    def _starts(self, buffer: Buffer, n: int, timeout: float | None) -> tuple[np.ndarray, np.ndarray]:
-        """n rows by priority and their leaves."""
-        ids, leaves = np.zeros(n, np.int64), np.zeros(n, np.float32)
-        give_up = time.monotonic() + 1
-        while buffer._call("choose_by_priority", n, False, address_of(ids), address_of(leaves)) < n:
-            if not len(buffer):
-                buffer.wait_rows(1, timeout)
-            elif time.monotonic() > give_up:  # a transaction is shorter than that
-                if not buffer._get("priorities")["sum"]:
-                    raise RuntimeError(f"no row can be drawn: all {len(buffer):,} priorities are 0")
-                raise Lapped("rows are overwritten faster than they can be drawn by priority")
-            else:
-                buffer._call("help")
-                time.sleep(1e-3)
-        return ids, leaves
-
-    def _all_starts(self, buffer: Buffer, length: int, right: int) -> tuple[np.ndarray, np.ndarray]:
-        """All rows where a slice may begin now, and their leaves, float64."""
-        lo, hi = buffer.window
-        starts, leaves = [], []
-        step = max(1, _AT_ONCE // length)
-        for first in range(lo, hi, step):
-            ids = np.arange(first, min(first + step, hi))
-            ids = ids[self._legal(buffer, ids, buffer.walk_forward(ids, length)[1], length, right)]
-            p = buffer.priorities(ids)
-            # alpha = 0 forgets priorities, but all rows that have any are as likely
-            leaf = (
-                np.where(np.isnan(p), 0.0, (np.nan_to_num(p) + self._eps) ** self._alpha)
-                if self._alpha
-                else np.ones(len(ids))
-            )
-            starts.append(ids)
-            leaves.append(leaf)
-        return np.concatenate(starts or [np.zeros(0, np.int64)]), np.concatenate(leaves or [np.zeros(0)])

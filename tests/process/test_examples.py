@@ -157,3 +157,13 @@ def test_vectorised_rows_never_lead_from_one_episode_into_the_next(example):
     angle = np.arctan2(sin, cos) + 0.05 * new_speed
     assert np.allclose(after, np.stack([np.cos(angle), np.sin(angle), new_speed], 1), atol=1e-4)
     assert rows["next"]["done"].any() and not rows["next"]["terminated"].any()
+
+
+def test_two_learners():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "two_learners.py", "--rows", "8000"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        done.stdout.count("beta 1.00") == 2 and "64 slices of 8 steps" in done.stdout and "8,000 rows in" in done.stdout
+    )

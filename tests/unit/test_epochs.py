@@ -102,8 +102,8 @@ def test_rows_that_were_replaced_keep_the_order(make):
     reader = buf.epoch(shuffle=False)
     claim, calls = reader._claim, []
 
-    def slow(n, ids, drop_last):  # rows are overwritten between the claim and the copy
-        got = claim(n, ids, drop_last)
+    def slow(n, ids, of):  # rows are overwritten between the claim and the copy
+        got = claim(n, ids, of)
         if not calls:
             buf.extend(k(20, 21, 22))
         calls.append(n)
@@ -132,8 +132,8 @@ def test_with_drop_last_replaced_rows_may_bring_the_end_nearer(ten):
     ten.extend(k(10))
     claim, calls = reader._claim, []
 
-    def slow(n, ids, drop_last):
-        got = claim(n, ids, drop_last)
+    def slow(n, ids, of):
+        got = claim(n, ids, of)
         if not calls:
             ten.extend(k(11))
         calls.append(n)
@@ -142,6 +142,83 @@ def test_with_drop_last_replaced_rows_may_bring_the_end_nearer(ten):
     reader._claim = slow
     assert take(reader, 5) == [[2, 3, 4, 5, 6]] and reader.ran_out, "four rows are left, no batch"
     assert take(reader, 5) == [[2, 3, 4, 5, 6]], "the next epoch"
+
+
+def overwriting(reader, *acts) -> None:
+    """Does act i between the reader's i-th claim and its copy."""
+    claim, todo = reader._claim, list(acts)
+
+    def slow(*args):
+        got = claim(*args)
+        if todo and (act := todo.pop(0)):
+            act()
+        return got
+
+    reader._claim = slow
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_ends_without_a_batch_is_told(ten, drop_last):
+    reader = ten.epoch(shuffle=False, drop_last=drop_last)
+    assert take(reader, 4) == [[0, 1, 2, 3]] and not reader.ran_out
+    ten.extend(k(*range(10, 18 + 2 * (not drop_last))))  # of the epoch two rows are left, or none
+    with pytest.raises(NotEnoughRows, match="has ended without another batch of 4"):
+        reader.draw(4, into_next=False)
+    assert reader.ran_out
+    first = 8 if drop_last else 10
+    assert take(reader, 4, 2) == [[first, *range(first + 1, first + 4)], [*range(first + 4, first + 8)]]
+    assert reader.ran_out == drop_last
+    if not drop_last:
+        assert take(reader, 4) == [[18, 19]] and reader.ran_out
+    take(reader, 4), ten.extend(k(*range(20, 34)))
+    assert len(take(reader, 4)[0]) == 4 and reader.ran_out, "a plain draw goes on into the next epoch, and says so"
+    assert len(take(reader, 4)[0]) == 4
+
+
+def test_with_drop_last_what_a_whole_batch_leaves_replaces_overwritten_rows(ten):
+    reader = ten.epoch(shuffle=False, drop_last=True)
+    assert take(reader, 4) == [[0, 1, 2, 3]]
+    overwriting(reader, lambda: ten.extend(k(*range(10, 16))))  # of 4 to 7, after them 8 and 9: less than a batch
+    assert take(reader, 4) == [[6, 7, 8, 9]] and reader.ran_out
+    assert take(reader, 4) == [[6, 7, 8, 9]] and not reader.ran_out, "the next epoch"
+
+
+def test_an_emptied_buffer_ends_the_epoch_too(ten):
+    reader = ten.epoch(shuffle=False)
+    take(reader, 4), ten.empty()
+    with pytest.raises(NotEnoughRows, match="has ended without another batch"):
+        reader.draw(4, into_next=False)
+    ten.extend(k(100, 101))
+    assert len(take(reader, 4)[0]) == 2 and reader.ran_out
+
+
+def test_the_end_of_a_shared_epoch_is_told_by_the_reader_that_met_it(ten):
+    a, b = ten.epoch(shared=True, drop_last=True, shuffle=False), ten.epoch(shared=True, drop_last=True, shuffle=False)
+    assert take(a, 4) == [[0, 1, 2, 3]]
+    overwriting(b, lambda: ten.extend(k(*range(10, 17))))
+    with pytest.raises(NotEnoughRows, match="has ended"):
+        b.draw(4, into_next=False)
+    assert b.ran_out and not a.ran_out
+    assert take(a, 4) == [[7, 8, 9, 10]] and not a.ran_out
+
+
+def test_one_timeout_for_all_that_a_draw_waits_for(make, monkeypatch):
+    buf, given = make(10, schema={"k": "int64"}), []
+    buf.extend(k(0, 1))
+    slow = type(buf)._wait_schema
+    monkeypatch.setattr(buf, "_wait_schema", lambda t: (time.sleep(0.2), slow(buf, t))[1], raising=False)
+    acquire = buf.acquire_samples
+    monkeypatch.setattr(buf, "acquire_samples", lambda n, t=0.0: (given.append(t), acquire(n, t))[1], raising=False)
+    for draw in (buf.epoch(drop_last=True).draw, buf.newest):
+        since = time.monotonic()
+        with pytest.raises(NotEnoughRows):
+            draw(5, timeout=0.3)
+        assert time.monotonic() - since < 0.45 and given[-1] < 0.15
+    reader = buf.consume()
+    reader.draw(2), (since := time.monotonic())
+    with pytest.raises(NotEnoughRows, match=r"within 0\.3 s"):
+        reader.draw(2, timeout=0.3)
+    assert time.monotonic() - since < 0.45 and given[-1] < 0.15
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -417,6 +494,40 @@ def test_the_sampler_as_torchrls(make_rb):
         rb.sample(11)
 
 
+@pytest.mark.parametrize(("per_step", "shared"), [*((n, False) for n in (0, 1, 3, 9, 17, 60)), (0, True), (1, True)])
+def test_iterating_ends_with_the_epoch_while_rows_come(make_rb, per_step, shared):
+    rb = make_rb(100, batch_size=10)
+    rb.set_sampler(SamplerWithoutReplacement(drop_last=True, shared=shared, seed=1))
+    rb.extend(td_rows(0, 100))
+    first = 100
+    for again in range(20):
+        seen, hi = [], first
+        for batch in rb:
+            assert len(batch) == 10
+            seen += batch["row_id"].tolist()
+            if per_step:
+                rb.extend(td_rows(first, per_step))
+                first += per_step
+            assert len(seen) <= 100
+        if not shared:
+            assert len(set(seen)) == len(seen) and seen and max(seen) < hi, (again, "each once, none of the next epoch")
+    # plain calls never end
+    for _ in range(50):
+        assert len(rb.sample()) == 10
+        if per_step:
+            rb.extend(td_rows(first, per_step))
+            first += per_step
+
+
+def test_iterating_begins_anew_if_the_epoch_has_no_batch_left(make_rb):
+    rb = make_rb(10, batch_size=4)
+    rb.set_sampler(SamplerWithoutReplacement(drop_last=True, shuffle=False))
+    rb.extend(td_rows(0, 10))
+    rb.sample()
+    rb.extend(td_rows(10, 8))
+    assert [b["row_id"].tolist() for b in rb] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
 def test_iterating_over_what_can_be_consumed_ends(make_rb):
     rb = make_rb(10, batch_size=5)
     rb.set_sampler(ConsumingSampler())
@@ -490,8 +601,8 @@ def test_rows_overwritten_all_the_time_are_lapped(ten):
     reader = ten.epoch()
     claim = reader._claim
 
-    def overwritten(n, ids, drop_last):
-        got = claim(n, ids, drop_last)
+    def overwritten(n, ids, of):
+        got = claim(n, ids, of)
         ten.extend(k(*range(10)))
         return got
 
