@@ -34,6 +34,7 @@ class Attachment:
         self._columns: Any = None
         self.marks: Any = None  # streams.Marks, with the schema
         self._standby = False
+        self.created = False  # by this handle, not found
         self._owns = self._removed = False
         self._drain_process: subprocess.Popen | None = None
         self._adopt(handle)
@@ -153,6 +154,7 @@ class Attachment:
                 except BufferNotFound:
                     continue  # destroyed meanwhile
         self = cls(name, handle)
+        self.created = True
         try:
             if given is not None:
                 self._build(given, "the schema")
@@ -271,6 +273,8 @@ class Attachment:
     def _recover(self, error: Exception) -> None:
         """A native call met a dead handle: attach anew in a fork child, else say what happened."""
         why = native.STATUSES[error.args[0]]
+        if why == "destroyed":
+            raise StorageLost(f"buffer {self.name!r} was destroyed") from None
         if why != "forked" or self.closed:
             raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
         instance = self._header["instance_id"]

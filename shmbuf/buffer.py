@@ -71,10 +71,12 @@ class Buffer(Trajectories, Epochs):
         self, rows: Mapping, wake: bool, timeout: float | None, stream: Any = None, priorities: Any = None
     ) -> Ticket:
         if self.schema is None:
+            since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
             leaves = as_arrays(rows)
             if count(leaves) == 0:
                 return self._nothing()
             self._build(Schema.from_leaves(leaves, 1), "the first put", timeout)
+            timeout = left_of(timeout, since)
         if type(rows) is dict and stream is None and priorities is None:
             ticket = self.submit(self._columns, rows, -2, wake, timeout, False)
             if ticket is not None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from shmbuf.replay_buffer import ReplayBuffer, _positive
+from shmbuf.attaching import positive
+from shmbuf.replay_buffer import ReplayBuffer
 from shmbuf.samplers.ensemble import SamplerEnsemble, StorageEnsemble
 
 __all__ = ["ReplayBufferEnsemble", "SamplerEnsemble", "StorageEnsemble"]
@@ -18,7 +19,8 @@ class ReplayBufferEnsemble:
     """Replay buffers, in this process's handles, that are sampled together. Rows are stored through the members: ``ensemble[i]``.
 
     Args:
-        buffers: the members; each keeps its sampler, limiter and batch size.
+        buffers: the members. Each draws by its own sampler, into its own sample unit, under its own limiter; its batch size does
+            not count here.
         p, sample_from_all, num_buffer_sampled: which members a batch comes from; see `SamplerEnsemble`.
         batch_size: of `sample`, over all parts; a multiple of num_buffer_sampled.
         generator: see `set_rng`.
@@ -36,7 +38,7 @@ class ReplayBufferEnsemble:
         for rb in buffers:
             if not isinstance(rb, ReplayBuffer):
                 raise TypeError(f"an ensemble is made of replay buffers, not {type(rb).__name__}")
-        self._rbs, self._rng, self._batch_size = buffers, generator, _positive(batch_size)
+        self._rbs, self._rng, self._batch_size = buffers, generator, positive(batch_size)
         self._storage = StorageEnsemble(*(rb.storage for rb in buffers))
         self._options: dict[str, Any] = {
             "p": p,
@@ -44,13 +46,19 @@ class ReplayBufferEnsemble:
             "num_buffer_sampled": num_buffer_sampled,
         }
         self._sampler = SamplerEnsemble(*(rb.sampler for rb in buffers), **self._options)
+        lengths = {1 if rb._unit is None else rb._unit.rows_per_anchor for rb in buffers}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the sample units of the members make different numbers of rows for each they draw: "
+                f"{', '.join(map(str, sorted(lengths)))}"
+            )
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, timeout: float | None = 0.0, **how: Any
     ) -> Any:
-        """A batch [num_buffer_sampled, batch_size / num_buffer_sampled], with "index", "row_id" and "buffer_ids", the member.
+        """A batch [num_buffer_sampled, batch_size / num_buffer_sampled] (times the rows of a sample unit), with "index", "row_id" and "buffer_ids", the member.
 
-        Parts of different keys or shapes are stacked lazily. timeout: seconds each member may make it wait.
+        Parts of different keys or shapes are stacked lazily. timeout: seconds the members may make it wait, together.
 
         Args:
             return_info: True: returns (batch, info): "index" is a TensorDict [num_buffer_sampled] of "index" and "buffer_ids".
@@ -58,19 +66,18 @@ class ReplayBufferEnsemble:
         Raises:
             ValueError: not divisible. NotEnoughRows: a member that was chosen is empty. RuntimeError: no batch size.
         """
-        n = self._batch_size if batch_size is None else _positive(batch_size)
+        n = self._batch_size if batch_size is None else positive(batch_size)
         if n is None:
             raise RuntimeError("batch_size not specified. Give it to the constructor or to sample")
-        for i, rb in enumerate(self._rbs):  # set_sampler() of a member
-            if rb.sampler is not self._sampler[i]:
-                self._sampler._samplers = tuple(rb.sampler for rb in self._rbs)
+        self._sampler._use(tuple(rb.sampler for rb in self._rbs), tuple(rb._unit for rb in self._rbs))
         parts, ids = self._sampler.sample(self._storage, n, generator=self._rng, timeout=timeout, **how)
         td = LazyStackedTensorDict.maybe_dense_stack(parts)
         td.set("buffer_ids", ids[:, None].expand(td.batch_size).clone())
         if not return_info:
             return td
         index = TensorDict({"index": td.get("index"), "buffer_ids": ids}, [len(ids)])
-        keys = {k for rb in self._rbs for k in rb.sampler.info_keys} - {"index"}
+        parts_of = [part for rb in self._rbs for part in (rb.sampler, rb._unit) if part is not None]
+        keys = {k for part in parts_of for k in part.info_keys} - {"index"}
         have = td.keys(True)
         return td, {"index": index, "buffer_ids": ids, **{k: td.get(k) for k in keys if k in have}}
 

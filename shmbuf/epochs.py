@@ -200,8 +200,8 @@ class EpochReader:
         options = (self.shuffle, whole, self.times is not None, self.times or 1, address_of(ids))
         if self.shared:
             seed = self.buffer._header["instance_id"] if self.seed is None else self.seed
-            got, ended, *left = self.buffer._call("claim", None, self._which, n, seed % 2**64, *options)
-            return Claimed(got, ended, SHARED, left[0] if left else None)
+            got, ended, left = self.buffer._call("claim", None, self._which, n, seed % 2**64, *options)
+            return Claimed(got, ended, SHARED, left)
         with self._alone():
             own = self._own
             was, at = own.state  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ class EpochReader:
                     self._order = int(self.buffer.generator().integers(1 << 63))
                     own.state = (0, 0)  # type: ignore[union-attr]  # the order follows from the seed and the rows alone
             seed = (self._order if self.seed is None else self.seed) % 2**64
-            got, _ = self.buffer._call("claim", own, self._which, n, seed, *options)
+            got, _, _ = self.buffer._call("claim", own, self._which, n, seed, *options)
             now, word = own.state  # type: ignore[union-attr]
             if running and (
                 not got or now != was

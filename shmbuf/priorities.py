@@ -21,6 +21,12 @@ def check_formula(alpha: float, eps: float) -> None:
     for name, value in (("alpha", alpha), ("eps", eps)):
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value < float("inf"):
             raise ValueError(f"{name}={value!r}: a finite number ≥ 0")
+    with np.errstate(over="ignore"):
+        leaf = np.float32(np.power(1.0 + float(eps), float(alpha), dtype=np.float64))
+    if not 0 < leaf < np.inf:
+        raise ValueError(
+            f"alpha={alpha!r} and eps={eps!r}: (1 + eps) ** alpha, of a new row, leaves the range of float32"
+        )
 
 
 def check_weighting(beta: float, normalize: str) -> None:
@@ -161,15 +167,15 @@ class Priorities(Reading):
             NotEnoughRows, Lapped: see `draw`. RuntimeError: all priorities are 0, or the buffer keeps none.
         """
         check_weighting(beta, normalize)
-        seconds = seconds_of(timeout)
+        seconds_of(timeout)
         if n < 0:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
-        self._wait_schema(timeout)
+        timeout = self._wait_schema(timeout)
         out, ids, weights = self._outputs(n), np.empty(n, np.int64), np.empty(n, np.float32)
-        with self.sampling(n, timeout):
+        with self.sampling(n, timeout) as left:
             self.draw_by_priority_into(
                 self._columns, [address_of(a) for a in out], n, address_of(ids), 0, address_of(weights),
-                beta, stratified, normalize, seconds,
+                beta, stratified, normalize, seconds_of(left),
             )  # fmt: skip
         return nest(self._schema.keys, out), ids, weights  # type: ignore[union-attr]
 

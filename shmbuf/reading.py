@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,17 @@ from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
 from shmbuf.limiter import Scaled, Words, collectors_text, figures, from_now_on, limiter_of, scaled, waiting_text
 from shmbuf.schema import nest
-from shmbuf.ticket import seconds_of
+from shmbuf.ticket import left_of, seconds_of
 
 _STATUS = native.STATUSES
 _OK = 0
+PATIENCE = 1.0  # seconds, at least, for a transaction that overwrites all rows
+
+
+def checked_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed={seed!r}: a whole number")
+    return operator.index(seed)
 
 
 def address_of(a: np.ndarray) -> int:
@@ -30,6 +38,11 @@ def as_ids(ids: Any) -> np.ndarray:
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"row ids of dtype {array.dtype}: integers are needed")
     return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
+
+
+def _left(timeout: float | None, since: float) -> float | None:
+    """`left_of`; all of it after a call that did not wait, so that error texts name the user's number."""
+    return timeout if time.monotonic() - since < 1e-3 else left_of(timeout, since)
 
 
 class Reading(Attachment):
@@ -105,13 +118,13 @@ class Reading(Attachment):
         Raises:
             NotEnoughRows: the buffer is empty. Lapped: rows are overwritten faster than one can be copied.
         """
-        seconds = seconds_of(timeout)
+        seconds_of(timeout)
         if n < 0:
             raise ValueError(f"n={n}: a number of rows ≥ 0")
-        self._wait_schema(timeout)
+        timeout = self._wait_schema(timeout)
         out, ids = self._outputs(n), np.empty(n, np.int64)
-        with self.sampling(n, timeout):
-            self.draw_into(self._columns, [address_of(a) for a in out], n, address_of(ids), 0, seconds)
+        with self.sampling(n, timeout) as left:
+            self.draw_into(self._columns, [address_of(a) for a in out], n, address_of(ids), 0, seconds_of(left))
         return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
 
     def draw_into(self, columns: Any, addresses: list[int], n: int, ids: int, slots: int, seconds: float) -> None:
@@ -128,8 +141,9 @@ class Reading(Attachment):
 
     def seed(self, value: int) -> None:
         """Make this handle's draws repeatable: the same seed draws the same of the same stored rows."""
-        self._call("seed", value % 2**64)
-        self._numbers = (self._handle, int(value) % 2**64)
+        number = checked_seed(value) % 2**64
+        self._call("seed", number)
+        self._numbers = (self._handle, number)
 
     def generator(self) -> np.random.Generator:
         """For draws that Python makes: as repeatable as `seed` made this handle, and another one in a fork child."""
@@ -152,9 +166,7 @@ class Reading(Attachment):
         if limiter is not None:
             inserted = self._call("counters")["rows_total"] if self._get("ready") else 0
             words, anew = from_now_on(limiter, scaled(limiter, batch), before, inserted)
-        if before and anew:  # the core counts on where the ratio stays
-            self._call("set_limiter", *none)
-        if not self._call("set_limiter", *words):
+        if not self._call("set_limiter", *words, anew):
             raise TimeoutError("the limiter is being changed by others all the time")
 
     @property
@@ -166,12 +178,13 @@ class Reading(Attachment):
         """The limiter's numbers, and who waits for whom if a batch of n were asked for now. None: there is no limiter."""
         return self._call("limiter", n)
 
-    def acquire_samples(self, n: int, timeout: float | None = 0.0) -> None:
-        """Wait until n rows may be sampled, and count them. Without a limiter: nothing.
+    def acquire_samples(self, n: int, timeout: float | None = 0.0) -> float | None:
+        """Wait until n rows may be sampled, and count them. Without a limiter: nothing. Returns what is left of timeout.
 
         Raises:
             NotEnoughRows: not within ``timeout`` seconds (0: at once, None: for ever). ValueError: so many can never be.
         """
+        since = time.monotonic() if timeout else 0.0
         status = self._call("acquire_samples", n, seconds_of(timeout))
         if status:
             why, state = _STATUS[status], self.limiter_state(n)
@@ -190,13 +203,14 @@ class Reading(Attachment):
                     "a read-only handle cannot sample from a buffer with a limiter, which counts samples"
                 )
             raise StorageLost(f"buffer {self.name!r} was {why} while a sampler waited for its limiter")
+        return _left(timeout, since) if timeout else timeout
 
     @contextlib.contextmanager
-    def sampling(self, n: int, timeout: float | None) -> Iterator[None]:
-        """Acquire n rows, give them back if drawing them raises."""
-        self.acquire_samples(n, timeout)
+    def sampling(self, n: int, timeout: float | None) -> Iterator[float | None]:
+        """Acquire n rows, give them back if drawing them raises. What is left of timeout is for drawing them."""
+        left = self.acquire_samples(n, timeout)
         try:
-            yield
+            yield left
         except BaseException:
             self.refund_samples(n)
             raise
@@ -206,15 +220,20 @@ class Reading(Attachment):
         if n > 0 and not self._readonly:  # a read-only handle was given none, and cannot wake anybody
             self._call("refund_samples", n)
 
-    def _wait_schema(self, timeout: float | None) -> None:
+    def _wait_schema(self, timeout: float | None) -> float | None:
+        """Returns what is left of timeout."""
         if self.schema is None:
+            since = time.monotonic()
             self.wait_rows(1, timeout)
+            timeout = left_of(timeout, since)
             assert self.schema is not None, "rows are stored, so there is a schema"
+        return timeout
 
     def _drawn(self, method: str, args: tuple[Any, ...], n: int, seconds: float) -> None:
         """Draw, waiting for rows if there are none; an error that says why nothing can be drawn."""
         if not self._standby:
             self._become_reader()
+        since = time.monotonic() if seconds > 0 else 0.0
         try:  # as _call does, without its price
             status = getattr(self._handle, method)(*args, seconds)
         except (native.Gone, native.FormatError):
@@ -227,10 +246,7 @@ class Reading(Attachment):
                     f"the capacity of {self.capacity:,} rows is too small for this write rate"
                 )
             if why == "timeout":
-                raise Lapped(
-                    f"no row can be read: one transaction has been overwriting all {self.capacity:,} for "
-                    f"{max(seconds, 1.0):g} s; {failures.writer_text(self)}"
-                )
+                raise self._unreadable(seconds)
             if why == "no_priority":
                 raise RuntimeError(f"no row can be drawn: all {len(self):,} priorities are 0")
             if why == "not_ready":
@@ -239,8 +255,39 @@ class Reading(Attachment):
                 raise StorageLost(f"buffer {self.name!r} was {why} while rows were being drawn")
             if n == 0:
                 return
-            self.wait_rows(1, seconds if seconds >= 0 else None)
-            status = self._call(method, *args, seconds)
+            left = left_of(seconds if seconds >= 0 else None, since)
+            self.wait_rows(1, left)
+            status = self._call(method, *args, seconds_of(left))
+
+    def _unreadable(self, seconds: float) -> Lapped:
+        return Lapped(
+            f"no row can be read: one transaction has been overwriting all {self.capacity:,} for "
+            f"{max(seconds, PATIENCE):.3g} s; {failures.writer_text(self)}"
+        )
+
+    def wait_readable(self, look: Callable[[], Any], timeout: float | None) -> None:
+        """For the floors above: until ``look()``, which chooses or copies rows, says that it found some.
+
+        Raises:
+            NotEnoughRows: no row is stored within ``timeout`` seconds (None: waits for ever). StorageLost.
+            Lapped: rows are stored, but for that time, and at least a second, none of them could be read: names the writer.
+        """
+        if look():
+            return
+        since, seconds, stuck = time.monotonic(), seconds_of(timeout), None
+        while not look():
+            if self._get("destroyed"):
+                raise StorageLost(f"buffer {self.name!r} was destroyed while rows were being drawn")
+            if not len(self):
+                stuck = None
+                self.wait_rows(1, left_of(timeout, since))
+                continue
+            stuck = time.monotonic() if stuck is None else stuck
+            if time.monotonic() - stuck > max(seconds, PATIENCE):
+                raise self._unreadable(seconds)
+            if not self._readonly:
+                self._call("help")
+            time.sleep(1e-3)
 
     def _become_reader(self) -> None:
         """A handle that samples keeps a standby: a sleeping thread that drains when rings hold rows and nobody does."""
@@ -267,9 +314,9 @@ class Reading(Attachment):
             limited = collectors_text(self._call("limiter", 1))
             raise NotEnoughRows(
                 f"Cannot sample from an empty storage. Buffer {self.name!r} holds no rows"
-                + (f" after {seconds:g} s" if seconds else "; timeout= waits for them")
+                + (f" after {seconds:.3g} s" if seconds else "; timeout= waits for them")
                 if not have
-                else f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:g} s)"
+                else f"buffer {self.name!r} holds {have:,} rows, {n:,} are needed (after {seconds:.3g} s)"
                 + (f"; {limited}" if limited else "")
             )
         if status != "ok":

@@ -14,17 +14,21 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from shmbuf.attaching import FACES, INTEGERS, REALS, attach, checked_sampler, is_plain, numbers, positive, unpickle
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, NotEnoughRows, RingFull, SchemaError
 from shmbuf.limiter import Words, scaled
+from shmbuf.reading import checked_seed
 from shmbuf.samplers import SAMPLERS, RandomSampler, Sampler
 from shmbuf.samplers.sequences import UNITS, SampleUnit, anchor_priorities, checked_unit
 from shmbuf.schema import Key, as_key, show_key
 from shmbuf.storage import ShmStorage, stack
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
+__all__ = ["RemoteTensorDictReplayBuffer", "ReplayBuffer", "TensorDictReplayBuffer", "attach"]
+
+_unpickle = unpickle  # where pickles of 0.1.0 look for it
 Self = TypeVar("Self", bound="ReplayBuffer")
-_FACES: dict[str, type[ReplayBuffer]] = {}
 _ALL: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 
@@ -48,8 +52,9 @@ class ReplayBuffer:
         sample_unit: what each sampled row becomes: a `Sequence`, an `NStep` transition; default: itself.
         seed: of this handle's draws; the same seed draws the same of the same stored rows.
 
-    One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, under
-    spawn, fork or forkserver. Any of them may extend first. Methods may be called from several threads.
+    One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name and
+    the arguments of its sampler and unit (what is set later, or is a function, stays behind: see `attach`), under spawn, fork or
+    forkserver. Any of them may extend first. Methods may be called from several threads.
     """
 
     def __init__(
@@ -67,53 +72,59 @@ class ReplayBuffer:
         sampler = sampler() if callable(sampler) else sampler
         if storage is not None and not isinstance(storage, ShmStorage):
             raise TypeError(f"storage is a ShmStorage, not {type(storage).__name__}")
+        if seed is not None:
+            checked_seed(seed)
         self._storage = storage if storage is not None else ShmStorage(1000)
-        self._sampler = _checked_sampler(sampler) if sampler is not None else RandomSampler()
+        self._sampler = checked_sampler(sampler) if sampler is not None else RandomSampler()
         self._sampler.check_capacity(self._storage.max_size)
         self._unit = None if sample_unit is None else checked_unit(sample_unit)
         for part in (self._sampler, self._unit):
             if part is not None:
                 self._storage.suggest(part.trajectory_settings())
-        self._batch_size = _positive(batch_size)
+        self._batch_size = positive(batch_size)
         self._priority_key: Key | None = getattr(self, "_priority_key", None)
         self._pin = pin_memory and torch.cuda.is_available()
         self._lock = threading.RLock()
         _ALL.add(self)
-        words = None if limiter is None else scaled(limiter, self._batch_size or 1)
-        self._storage.open(
-            {
-                "class": next(c.__name__ for c in type(self).__mro__ if c in _FACES.values()),
-                "batch_size": self._batch_size,
-                "priority_key": list(self._priority_key or ()),
-                "pin_memory": pin_memory,
-                "sampler": [self._sampler.name, self._sampler.arguments()],
-                "sample_unit": None if self._unit is None else [self._unit.name, self._unit.arguments()],
-            }
-        )
-        if words is not None:
-            self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
-        self._settle(seed)
+        if limiter is not None:
+            scaled(limiter, self._batch_size or 1)
+        face = {
+            "class": next(c.__name__ for c in type(self).__mro__ if c in FACES.values()),
+            "batch_size": self._batch_size,
+            "priority_key": list(self._priority_key or ()),
+            "pin_memory": pin_memory,
+            "sampler": [self._sampler.name, self._sampler.arguments()],
+            "sample_unit": None if self._unit is None else [self._unit.name, self._unit.arguments()],
+        }
+        with self._storage.opened(face):
+            if limiter is not None:
+                self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
+            self._settle(seed)
 
     def _settle(self, seed: int | None) -> None:
         self._rng: torch.Generator | None = None
-        try:
-            if seed is not None:
-                self.buffer.seed(seed)
-            self._sampler.prepare(self._storage)
-        except BaseException:
-            self.buffer.close()
-            raise
+        if seed is not None:
+            self.buffer.seed(seed)
+        self._sampler.check_capacity(self._storage.max_size)
+        self._sampler.prepare(self._storage)
 
     @classmethod
-    def _over(cls: type[Self], buffer: Buffer, face: Mapping[str, Any]) -> Self:
+    def _over(
+        cls: type[Self],
+        buffer: Buffer,
+        face: Mapping[str, Any],
+        sampler: Sampler | None = None,
+        unit: SampleUnit | None = None,
+    ) -> Self:
+        """Sampler and unit: themselves, or out of the face. Closes the buffer if it raises."""
         self = cls.__new__(cls)
         self._storage = ShmStorage.over(buffer)
         try:
             kind, arguments = face.get("sampler", ["random", {}])
-            self._sampler = SAMPLERS[kind](**arguments)
-            unit = face.get("sample_unit")
-            self._unit = None if unit is None else UNITS[unit[0]](**unit[1])
-            self._batch_size = _positive(face.get("batch_size"))
+            self._sampler = sampler if sampler is not None else SAMPLERS[kind](**arguments)
+            named = face.get("sample_unit")
+            self._unit = unit if unit is not None or named is None else UNITS[named[0]](**named[1])
+            self._batch_size = positive(face.get("batch_size"))
             self._priority_key = tuple(face.get("priority_key") or ()) or None
             self._pin = bool(face.get("pin_memory")) and torch.cuda.is_available()
         except (KeyError, TypeError, ValueError) as e:
@@ -121,7 +132,11 @@ class ReplayBuffer:
             raise BufferFormatError(f"buffer {buffer.name!r}: its configuration cannot be used: {e!r}") from None
         self._lock = threading.RLock()
         _ALL.add(self)
-        self._settle(face.get("seed"))
+        try:
+            self._settle(face.get("seed"))
+        except BaseException:
+            buffer.close()
+            raise
         return self
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -200,11 +215,13 @@ class ReplayBuffer:
         held = td._tensordict if type(td) is TensorDict else None
         if held is not None and key[0] not in held:  # the usual case
             return None
+        if len(getattr(td, "batch_size", ())) != (0 if single else 1):  # the storage says so
+            return None
         p = td.get(name, None) if is_tensor_collection(td) else None
         if not isinstance(p, torch.Tensor) or self.buffer._get("priorities") is None:
             return None
         n = 1 if single else td.batch_size[0]
-        p = self._reduced(p.reshape(1, *p.shape) if single else p, n)
+        p = self._reduced(p.reshape(1, *p.shape) if single else p, n).expand(n)
         return p.detach().cpu().to(torch.float64).numpy().reshape(n)
 
     @contextlib.contextmanager
@@ -266,7 +283,7 @@ class ReplayBuffer:
         Raises:
             NotEnoughRows: "Cannot sample from an empty storage.", or what the limiter waits for. Lapped: see `Buffer.draw`.
         """
-        n = _positive(batch_size) if batch_size is not None else self._batch_size
+        n = positive(batch_size) if batch_size is not None else self._batch_size
         if n is None:
             if out is None:
                 raise RuntimeError(
@@ -277,16 +294,17 @@ class ReplayBuffer:
         sampler, buffer = self._sampler, self.buffer
         if self._rng is not None:
             self._reseed(self._rng)
-        buffer.acquire_samples(n, timeout)
+        left = buffer.acquire_samples(n, timeout)
         try:
             if self._unit is None:
-                td = sampler.sample(self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
+                td = sampler.sample(self._storage, n, out=out, timeout=left, pin=self._pin, **how)
+                got = td.batch_size.numel()
             else:
-                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=timeout, pin=self._pin, **how)
+                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=self._pin, **how)
+                got = td.batch_size.numel() // self._unit.rows_per_anchor
         except BaseException:
             buffer.refund_samples(n)
             raise
-        got = td.batch_size.numel()
         if got < n:  # what was left of an epoch
             buffer.refund_samples(n - got)
         if return_info or include_info:
@@ -296,7 +314,9 @@ class ReplayBuffer:
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Draw by another sampler from now on, through this handle."""
-        _checked_sampler(sampler).prepare(self._storage)
+        sampler = checked_sampler(sampler)
+        sampler.check_capacity(self._storage.max_size)
+        sampler.prepare(self._storage)
         self._sampler = sampler
 
     @property
@@ -336,11 +356,11 @@ class ReplayBuffer:
         """
         buffer = self.buffer
         if row_id is None:
-            ids = buffer.ids_of(_numbers(index, "index"))
+            ids = buffer.ids_of(numbers(index, "index"))
         elif index is not None:
             raise TypeError("index or row_id, not both")
         else:
-            ids = _numbers(row_id, "row_id")
+            ids = numbers(row_id, "row_id")
         if isinstance(priority, torch.Tensor):
             priority = self._reduced(priority, len(ids)).detach().cpu()
             priority = (priority.float() if priority.dtype is torch.bfloat16 else priority).numpy()
@@ -349,7 +369,7 @@ class ReplayBuffer:
     def _set_priorities(self, ids: torch.Tensor, priority: torch.Tensor) -> bool:
         """The usual case of a learner's update: plain tensors as `sample` made them. False: look closer."""
         n = ids.numel()
-        if not (_plain(ids, n, _INTEGERS) and _plain(priority, n, _REALS)):
+        if not (is_plain(ids, n, INTEGERS) and is_plain(priority, n, REALS)):
             return False
         applied = torch.empty(n, dtype=torch.bool)
         status, _ = self.buffer._call(
@@ -367,26 +387,39 @@ class ReplayBuffer:
         if priority is None or (ids is None and data.get("index", None) is None):
             missing = show_key(key) if priority is None else "'row_id'"
             raise KeyError(f"{missing} is not in the TensorDict, which has {sorted(map(str, data.keys(True, True)))}")
-        anchors = anchor_priorities(data, priority)
+        anchors = data.get("anchor_row_id", None)
         if anchors is not None:
-            self.update_priority(None, anchors[1], row_id=anchors[0])
+            p = self._reduced(priority, anchors.numel(), anchors.shape)
+            ids, p = anchor_priorities(anchors, data.get("validity_mask", None), p.detach().to(anchors.device))
+            self.update_priority(None, p, row_id=ids)
         elif ids is not None and self._set_priorities(ids, priority):
             return
         elif ids is not None:
-            self.update_priority(None, self._reduced(priority, ids.numel()), row_id=ids)
+            self.update_priority(None, self._reduced(priority, ids.numel(), ids.shape), row_id=ids)
         else:
-            self.update_priority(data.get("index"), priority)
+            index = data.get("index")
+            self.update_priority(index, self._reduced(priority, index.numel(), index.shape))
 
     def mark_update(self, index: Any) -> None:
         """Give the rows at these indices the priority of new ones."""
         state = self.buffer._get("priorities")
         self.update_priority(index, state["new_row"] if state else 1.0)
 
-    def _reduced(self, priority: torch.Tensor, n: int) -> torch.Tensor:
-        if priority.ndim > 1 and priority.numel() == n:
-            return priority.reshape(n)
-        reduce = getattr(self._sampler, "reduce", None)
-        return reduce(priority, n) if reduce is not None else priority
+    def _reduced(self, priority: torch.Tensor, n: int, shape: torch.Size | None = None) -> torch.Tensor:
+        """One number a row (or for all: of no dimension), of a priority [n, …], or [*shape, …] where the n rows have that shape."""
+        if priority.numel() == n or not priority.ndim:
+            return priority.reshape(n) if priority.ndim else priority
+        if shape is not None and priority.shape[: len(shape)] == shape:
+            priority = priority.reshape(n, *priority.shape[len(shape) :])
+        if priority.ndim < 2 or priority.shape[0] != n:
+            also = "" if shape is None or len(shape) < 2 else f" or {[*shape]}"
+            raise ValueError(
+                f"a priority of shape {list(priority.shape)} for {n} rows: one for each is needed, shape [{n}]{also}, or several of each"
+            )
+        if not n:
+            return priority.new_zeros(0)
+        reduce = getattr(self._sampler, "reduce", None)  # what another sampler says is not known here: the largest
+        return reduce(priority, n) if reduce is not None else priority.reshape(n, -1).amax(1)
 
     def wait_rows(self, n: int, timeout: float | None = None) -> None:
         """Wait until at least n rows are stored. NotEnoughRows when ``timeout`` seconds are over; None: for ever."""
@@ -418,8 +451,9 @@ class ReplayBuffer:
     def empty(self, empty_write_count: bool = True, *, timeout: float | None = None) -> None:
         """Forget all rows, for every process; indices start again at 0. timeout: seconds; None: the buffer's."""
         timeout = self.buffer.config["timeout"] if timeout is None else timeout
+        since = time.monotonic()
         with self._alone(timeout):
-            self.buffer.empty(empty_write_count=empty_write_count, timeout=timeout)
+            self.buffer.empty(empty_write_count=empty_write_count, timeout=left_of(timeout, since))
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
@@ -484,7 +518,7 @@ class ReplayBuffer:
         }
         if self._unit is not None:
             own["sample_unit"] = [self._unit.name, self._unit.arguments()]
-        return _unpickle, (type(self), self.buffer, own)
+        return unpickle, (type(self), self.buffer, own)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.buffer!r}, sampler={self._sampler!r}, batch_size={self._batch_size})"
@@ -518,84 +552,4 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout, **how)
 
 
-# By name: attaching imports no class of the user's, so a subclass is attached as the one of these that it is made from.
-_FACES.update({c.__name__: c for c in (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)})
-
-
-def _positive(batch_size: Any) -> int | None:
-    if batch_size is None:
-        return None
-    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 0:
-        raise ValueError(f"batch_size={batch_size!r}: a number of rows ≥ 0")
-    return int(batch_size)
-
-
-_INTEGERS, _REALS = (torch.int64,), (torch.float32, torch.float64)
-
-
-def _plain(t: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> bool:
-    return (
-        type(t) is torch.Tensor
-        and t.dtype in dtypes
-        and t.is_cpu
-        and t.numel() == n
-        and t.is_contiguous()
-        and not t.is_neg()
-    )
-
-
-def _checked_sampler(sampler: Any) -> Sampler:
-    if not isinstance(sampler, Sampler) or not isinstance(sampler, tuple(SAMPLERS.values())):
-        known = ", ".join(c.__name__ for c in SAMPLERS.values())
-        raise TypeError(f"sampler is one of {known}, not {type(sampler).__name__}")
-    return sampler
-
-
-def _numbers(values: Any, what: str) -> np.ndarray:
-    """Row ids or indices as int64[n]."""
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{what} of dtype {array.dtype}: integers are needed")
-    return array.reshape(-1).astype(np.int64)
-
-
-def _unpickle(cls: type[ReplayBuffer], buffer: Buffer, own: Mapping[str, Any]) -> ReplayBuffer:
-    return cls._over(buffer, {**buffer.config.get("face", {}), **own})
-
-
-def attach(
-    name: str,
-    *,
-    owner: int | None = None,
-    readonly: bool = False,
-    batch_size: int | None = None,
-    sampler: Sampler | None = None,
-    sample_unit: SampleUnit | None = None,
-    seed: int | None = None,
-    timeout: float | None = 0.0,
-) -> ReplayBuffer:
-    """The replay buffer of that name, in any process, at any time: same class, same methods.
-
-    Args:
-        owner: uid of another user whose buffer it is, if its mode lets this one in.
-        readonly: map it read-only: sampling and looking only.
-        batch_size, sampler, sample_unit, seed: of this handle only.
-        timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
-
-    Raises:
-        BufferNotFound, BufferFormatError, PermissionError
-    """
-    buffer = Buffer.attach(name, owner=owner, readonly=readonly, timeout=timeout)
-    face = buffer.config.get("face") or {}
-    cls = _FACES.get(face.get("class", "ReplayBuffer"))
-    if cls is None:
-        buffer.close()
-        raise BufferFormatError(
-            f"buffer {name!r} was made by class {face['class']!r}, which this process does not know"
-        )
-    own: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
-    if sampler is not None:
-        own["sampler"] = [_checked_sampler(sampler).name, sampler.arguments()]
-    if sample_unit is not None:
-        own["sample_unit"] = [checked_unit(sample_unit).name, sample_unit.arguments()]
-    return cls._over(buffer, {**face, **own, "seed": seed})
+FACES.update({c.__name__: c for c in (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.utils import is_non_tensor
 
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.errors import Lapped, SchemaError
 from shmbuf.schema import Column, Key, Schema, flatten, show_key
-from shmbuf.ticket import Ticket, seconds_of
+from shmbuf.tensors import make_tensordict, plain, stack, tensor_leaves, tree_of
+from shmbuf.ticket import Ticket, left_of, seconds_of
+
+__all__ = ["Gathering", "ShmStorage", "stack"]
 
 _ADDED = frozenset(
     {("index",), ("row_id",), ("priority_weight",)}
@@ -39,50 +43,6 @@ def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
 
-def tensor_leaves(td: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
-    """Leaves by key, nested ones too. Raises SchemaError for a non-tensor leaf, naming it."""
-    out: dict[Key, torch.Tensor] = {}
-    for name in list(td.keys()):  # a TensorDict iterates over its rows
-        key = (*prefix, name)
-        try:
-            value = td.get(name)
-        except RuntimeError as e:  # a lazy stack of different shapes
-            raise SchemaError(f"key {show_key(key)}: its rows have no common shape: {str(e).splitlines()[0]}") from None
-        if is_non_tensor(value):
-            raise SchemaError(
-                f"key {show_key(key)}: non-tensor data ({type(getattr(value, 'data', value)).__name__}) cannot be "
-                "stored; encode it as a tensor of fixed shape"
-            )
-        if is_tensor_collection(value):
-            out.update(tensor_leaves(value, key))
-        elif isinstance(value, torch.Tensor):
-            out[key] = value
-        else:
-            raise SchemaError(f"key {show_key(key)}: got {type(value).__name__}, expected a tensor")
-    return out
-
-
-def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
-    """The same values as a contiguous CPU tensor without autograd, conjugation or subclass."""
-    if t.is_nested or t.layout != torch.strided:
-        raise SchemaError(
-            f"key {show_key(key)}: got a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor, "
-            "expected a dense one (.to_dense())"
-        )
-    if t.device.type == "meta":
-        raise SchemaError(f"key {show_key(key)}: got a meta tensor, which has no values")
-    if t._is_zerotensor():  # has no memory until it is written out
-        return torch.zeros(t.shape, dtype=t.dtype)
-    try:
-        out = t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-        held = out.untyped_storage().nbytes() - out.storage_offset() * out.element_size()
-        if type(out) is torch.Tensor and (not out.nbytes or (held >= out.nbytes and out.data_ptr())):
-            return out
-    except RuntimeError:  # fake, functional, wrapped …
-        pass
-    raise SchemaError(f"key {show_key(key)}: got a {type(t).__name__} without memory of its own")
-
-
 def _torch_dtype(c: Column) -> torch.dtype:
     dtype = getattr(torch, c.dtype, None)
     if dtype is None:
@@ -96,77 +56,6 @@ def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
     if _EXCHANGE is not None:
         columns.set_exchange(_EXCHANGE, [torch.empty(1, dtype=d) for d in dtypes])
     return columns
-
-
-def stack(rows: list[Any]) -> TensorDictBase:
-    """A list of TensorDicts as a batch. Dtypes are not promoted, as torch.stack would: SchemaError names the key."""
-    first = {k: t.dtype for k, t in tensor_leaves(rows[0]).items()}
-    for i, td in enumerate(rows[1:], 1):
-        for key, t in tensor_leaves(td).items():
-            if first.get(key, t.dtype) != t.dtype:
-                raise SchemaError(
-                    f"key {show_key(key)}: {first[key]} in the first TensorDict of the list, {t.dtype} in number {i}"
-                )
-    try:
-        return torch.stack(rows)  # type: ignore[return-value]
-    except (RuntimeError, KeyError) as e:
-        raise SchemaError(f"the {len(rows)} TensorDicts of the list cannot be stacked: {e}") from None
-
-
-# The nodes of a nesting, inner ones first, each as (name, number) pairs: a leaf's number, or that of a node, counted on.
-Tree = tuple[tuple[tuple[str, int], ...], ...]
-
-
-def tree_of(keys: tuple[Key, ...]) -> Tree:
-    nodes: list[tuple[tuple[str, int], ...]] = []
-
-    def add(depth: int, leaves: list[int]) -> int:
-        below: dict[str, list[int]] = {}
-        for i in leaves:
-            below.setdefault(keys[i][depth], []).append(i)
-        # Of two leaves of one name the later one is shown: a sample's own numbers.
-        entries = [(k, v[-1] if len(keys[v[-1]]) == depth + 1 else add(depth + 1, v)) for k, v in below.items()]
-        nodes.append(tuple(entries))
-        return len(keys) + len(nodes) - 1
-
-    add(0, list(range(len(keys))))
-    return tuple(nodes)
-
-
-def make_tensordict(tree: Tree, leaves: list[torch.Tensor], batch: torch.Size) -> TensorDict:
-    """Nested, without the checks of the public constructor: shapes and devices are right by construction."""
-    parts: list[Any] = [*leaves]
-    for node in tree:
-        parts.append(_wrap({name: parts[i] for name, i in node}, batch))
-    return parts[-1]
-
-
-def _blank() -> dict[str, Any] | None:
-    """The attributes of an empty TensorDict, if they are what they are known to be."""
-    try:
-        attributes = dict(vars(TensorDict._new_unsafe({}, batch_size=torch.Size((0,)), nested=False)))
-    except (AttributeError, TypeError):
-        return None
-    known = type(attributes.pop("_tensordict", None)) is dict and attributes.pop("_batch_size", None) == torch.Size(
-        (0,)
-    )
-    return attributes if known and not any(v is not None for v in attributes.values()) else None
-
-
-_BLANK = _blank()
-
-
-def _from_blank(source: dict[str, Any], batch: torch.Size) -> TensorDict:
-    td = TensorDict.__new__(TensorDict)  # as its _new_unsafe, in a fifth of the time
-    td.__dict__.update(_BLANK or {}, _tensordict=source, _batch_size=batch)
-    return td
-
-
-def _constructed(source: dict[str, Any], batch: torch.Size) -> TensorDict:
-    return TensorDict(source, batch_size=batch)
-
-
-_wrap = _from_blank if _BLANK is not None else _constructed
 
 
 class ShmStorage:
@@ -265,6 +154,22 @@ class ShmStorage:
             self._buffer = Buffer.create(**make, config={"face": dict(face)})
         return self._buffer
 
+    @contextlib.contextmanager
+    def opened(self, face: Mapping[str, Any]) -> Iterator[None]:
+        """`open`, undone if the block raises: what was made by it is destroyed, what it found is left."""
+        mine = self._buffer is None
+        buffer = self.open(face)
+        try:
+            yield
+        except BaseException:
+            if mine:
+                self._buffer = self._ready = None
+                if buffer.created:
+                    buffer.destroy(force=True)
+                else:
+                    buffer.close()
+            raise
+
     @property
     def buffer(self) -> Buffer:
         """The numpy-level handle under it."""
@@ -318,7 +223,12 @@ class ShmStorage:
                 )
                 if ticket is not None:
                     return ticket
+        if self._ready is None and timeout is None:
+            timeout = self.buffer.config["timeout"]
+        since = time.monotonic()
+        first = self.buffer.schema is None  # then building it takes of the time
         leaves, n = self._convert(td, single, priority_key, timeout)
+        timeout = left_of(timeout, since) if first else timeout
         if n == 0:
             ticket = self.buffer._nothing()
             ticket.convert = _as_indices
@@ -412,17 +322,12 @@ class ShmStorage:
             raise ValueError(f"batch_size={n}: a number of rows ≥ 0")
         buffer = self.buffer
         if self._ready is None:
-            if buffer.schema is None:
-                buffer.wait_rows(1, timeout)
+            timeout = buffer._wait_schema(timeout)
             self.schema()
         schema = self._ready
         assert schema is not None
         if out is not None and self._shadowed:
-            drawn = self.draw(n, timeout=timeout)
-            try:
-                return out.update_(drawn)
-            except (KeyError, RuntimeError) as e:
-                raise SchemaError(f"out does not fit a sample: {e}") from None
+            return self._copy_into(out, self.draw(n, timeout=timeout))
         if out is None:
             leaves = self._fresh(n, pin)
             *columns, ids, slots = map(_ADDRESS, leaves)
@@ -448,7 +353,7 @@ class ShmStorage:
         if n < 0:
             raise ValueError(f"batch_size={n}: a number of rows ≥ 0")
         buffer = self.buffer
-        buffer._wait_schema(timeout)
+        timeout = buffer._wait_schema(timeout)
         self.schema()
         leaves = self._fresh(n, pin)
         weights = torch.empty(n, dtype=torch.float32, pin_memory=pin)
@@ -461,11 +366,29 @@ class ShmStorage:
         return td if out is None else self._copy_into(out, td)
 
     @staticmethod
-    def _copy_into(out: TensorDictBase, td: TensorDict) -> TensorDictBase:
+    def _copy_into(out: TensorDictBase, td: TensorDictBase) -> TensorDictBase:
+        """Into the first rows of out, if they are fewer."""
         try:
-            return out.update_(td)
+            shorter = out.batch_dims == 1 and len(td) < len(out)
+            return (out[: len(td)] if shorter else out).update_(td)
         except (KeyError, RuntimeError) as e:
             raise SchemaError(f"out does not fit a sample: {e}") from None
+
+    def require_out(self, out: TensorDictBase, n: int, more: Mapping[Key, tuple[int, ...]]) -> None:
+        """Before rows are claimed for it, which would be lost: whether out has room for n rows and further entries of these
+        shapes. Raises SchemaError."""
+        if tuple(out.batch_size) != (n,):
+            raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
+        leaves = tensor_leaves(out)
+        for key, shape in {
+            **{c.key: c.shape for c in self.schema().columns},
+            **dict.fromkeys(_NUMBERS, ()),
+            **more,
+        }.items():
+            t = leaves.get(key)
+            if t is None or tuple(t.shape[1:]) != shape:
+                got = "nothing" if t is None else f"shape {list(t.shape)}"
+                raise SchemaError(f"out, key {show_key(key)}: got {got}, expected shape {[n, *shape]}")
 
     def gathering(self, n: int, *, pin: bool = False) -> Gathering:
         """Room for n rows, to be filled by id. For samplers."""

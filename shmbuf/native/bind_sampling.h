@@ -55,6 +55,10 @@ u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses,
   Ungil gil(n * h->segment().row_bytes > kHoldGil);
   return h->sampling().fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(done));
 }
+// Who only chooses and copies must hear of it, too.
+void require_there(const H &h) {
+  if (h->destroyed()) throw Gone{Status::destroyed};
+}
 // (status, position of what is wrong); ids are u64[n], p float32 or float64[n], applied u8[n].
 nb::tuple set_priorities(const H &h, u64 ids, u64 p, u64 n, u32 itemsize, u64 applied) {
   Handle::Use use(*h);
@@ -119,6 +123,7 @@ int acquire_samples(const H &h, u64 n, double timeout) {
 }
 bool set_limiter(const H &h, u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff, bool anew) {
   Handle::Use use(*h);
+  require_there(h);
   Ungil gil(true);
   LimiterParams p{num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0};
   const LimiterState now = Limiter(h->segment().control().limiter).why(h->ready() ? Writer::inserted(h->segment()) : 0, 0);
@@ -143,10 +148,12 @@ nb::object limiter(const H &h, u64 n) {  // for a sampler of n rows; None: there
 // ids u64[n]: how many could be chosen, fewer than n if nothing can be drawn now.
 u64 choose(const H &h, u64 n, u64 ids) {
   Handle::Use use(*h);
+  require_there(h);
   return h->ready() ? h->sampling().choose(n, reinterpret_cast<u64 *>(ids)) : 0;
 }
 u64 choose_by_priority(const H &h, u64 n, bool stratified, u64 ids, u64 leaves) {
   Handle::Use use(*h);
+  require_there(h);
   if (!h->sampling().keeps_priorities()) return 0;
   return h->sampling().choose_by_priority(n, stratified, reinterpret_cast<u64 *>(ids), reinterpret_cast<float *>(leaves));
 }
@@ -172,6 +179,7 @@ nb::tuple choose_slices(const H &h, u64 n, u64 length, bool strict, bool by_star
 bool keeps_links(const H &h) { return h->ready() && h->segment().links; }
 bool walk(const H &h, u64 anchors, u64 n, u64 steps, u64 dilation, bool backward, u64 ids, u64 lens) {
   Handle::Use use(*h);
+  require_there(h);
   if (!keeps_links(h)) return false;
   Ungil gil(n * steps > 4096);
   h->sampling().slices().walk(reinterpret_cast<const u64 *>(anchors), n, steps, dilation, backward, reinterpret_cast<u64 *>(ids),
@@ -184,13 +192,15 @@ u64 trajectory_rows(const H &h, u64 end) {
 }
 bool stretch(const H &h, u64 end, u64 back, u64 length, u64 ids) {
   Handle::Use use(*h);
+  require_there(h);
   return keeps_links(h) && h->sampling().slices().stretch(end, back, length, reinterpret_cast<u64 *>(ids));
 }
 struct PrivateEpoch { Pair word{}; };  // of one reader; (low, high) saves it
-// Positions of the epoch as ids, at most n: (how many, whether they end the epoch).
+// Positions of the epoch as ids, at most n: (how many, whether they end the epoch, how many are left in it).
 nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool shuffle, bool drop_last, bool consume, u32 repeat, u64 ids) {
   Handle::Use use(*h);
-  if (!h->ready()) return nb::make_tuple(0, false);
+  require_there(h);
+  if (!h->ready()) return nb::make_tuple(0, false, 0);
   if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
   const EpochOptions o{seed, shuffle, drop_last, consume, repeat, 1};
   Claim c;
@@ -199,11 +209,13 @@ nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool 
     c = h->sampling().claim(own ? own->word : h->segment().control().epochs[which].word, n, o);
     c.ids(reinterpret_cast<u64 *>(ids));
   }
-  return nb::make_tuple(c.n, c.ran_out);
+  const u64 left = c.ran_out ? 0 : c.size - c.position - c.n;
+  return nb::make_tuple(c.n, c.ran_out, left);
 }
 // Of all live trajectories: last rows, first live rows, how many rows, flags (1: its beginning is gone, 2: it has ended).
 nb::tuple trajectories(const H &h) {
   Handle::Use use(*h);
+  require_there(h);
   std::vector<u64> end, first, rows, flags;
   if (keeps_links(h)) {
     Ungil gil(true);

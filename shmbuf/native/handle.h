@@ -247,6 +247,7 @@ class Handle {
   }
   // Until at least `rows` rows are stored.
   template <class Check> Status wait_rows(u64 rows, u64 deadline, Check check) {
+    if (destroyed()) return Status::destroyed;
     for (;;) {
       bool built = ready();
       if (built && size() >= rows) return Status::ok;
@@ -269,6 +270,9 @@ class Handle {
   u64 next_seed() { return mix64(seed_ ^ mix64(calls_.fetch_add(1, relaxed))); }
   void seed(u64 value) { seed_ = value, calls_.store(0, relaxed); }
   bool readonly() const { return readonly_; }
+  void mend() {
+    if (!readonly_) mender_.look(s_);
+  }
   template <class Enough> void help_until(Enough enough) {
     if (!readonly_) role_.help(enough);
   }
@@ -469,7 +473,7 @@ class Handle {
       }
       auto out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });
       idle = out == WriterRole::Outcome::worked ? 0 : idle + 1;
-      if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep(), h.mender_.look(h.s_);
+      if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep(), h.mend();
       // While rows keep coming, nap unarmed: producers then pay no wake-up, and one turn moves many records.
       if (idle < 8) return h.nap(100'000);
       const u32 armed = arm(c.writer_wait);  // pairs with put(): publish; fence; wake_if_armed
@@ -488,7 +492,7 @@ class Handle {
         } else {
           nap(kSlice);
           if (ready() && Writer::runnable(s_)) help();
-          if (ready()) mender_.look(s_);
+          if (ready()) mend();
         }
       } catch (const std::exception &) {  // a damaged Built: readers and collectors report it; there is nothing to drain
         nap(kSlice);

@@ -98,6 +98,7 @@ class PriorityTree {
   // how many nodes it changed.
   u64 scrub(u64 slot = 0, u64 n = ~0ull) {
     u64 changed = 0;
+    if (n >= capacity_) clear_padding();
     if (slot < capacity_) refresh_range(slot, slot + std::min(n, capacity_ - slot), &changed);
     return changed;
   }
@@ -229,6 +230,14 @@ class PriorityTree {
       FAILPOINT(tree_level_done);
     }
   }
+  void clear_padding() {  // what is behind the last leaf or node of a level counts as its sibling: damage there would stay
+    for (u64 c = capacity_; c < align_up(capacity_, kFanOut); ++c) store(leaf_[c], u64(0), seq_cst);
+    for (u32 l = 0; l < levels_; ++l)
+      for (u64 c = count_[l]; c < align_up(count_[l], kFanOut); ++c) {
+        store(level_[l][c].low, u64(0), seq_cst), store(level_[l][c].high, u64(0), seq_cst);
+        if (c < align_up(count_[l] * sizeof(u64), kLine) / sizeof(u64)) store(top_[l][c], u64(0), seq_cst);
+      }
+  }
   template <class Change> void each_leaf(u64 first, u64 n, Change change) {
     u64 j = n > capacity_ ? n - capacity_ : 0;  // of more rows than there are slots the last ones stay
     for (; j < n; ++j) change((first + j) % capacity_, generation(first + j), j);
@@ -250,8 +259,9 @@ class PriorityTree {
       bool past = d.u >= upto;
       passed += past, before = past ? upto : before;
     }
-    d.at = passed < kFanOut ? from + passed : kNowhere;
-    if (passed < kFanOut) d.u -= before, d.leaf = word[passed];
+    d.at = from + passed;
+    if (passed == kFanOut || d.at >= (l ? count_[l - 1] : capacity_)) return void(d.at = kNowhere);  // the second: damaged memory
+    d.u -= before, d.leaf = word[passed];
   }
 
   u64 capacity_, *leaf_;

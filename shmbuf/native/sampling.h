@@ -19,6 +19,13 @@ enum class Status : int {
 class TreeMender {
  public:
   void look(Segment &s) {
+    if (busy_.test_and_set(acquire)) return;  // another thread of this handle is at it
+    look_alone(s);
+    busy_.clear(release);
+  }
+
+ private:
+  void look_alone(Segment &s) {
     Priorities &w = s.control().priorities;
     if (!load(w.ready, acquire)) return;
     u64 ended = load(w.ended, acquire), begun = load(w.begun, acquire), open = begun - ended, healed = load(w.healed, relaxed), now = now_ns();
@@ -36,9 +43,8 @@ class TreeMender {
     fetch_add<u64>(w.scrubs, 1, relaxed);
     begun_ = begun, since_ = 0;
   }
-
- private:
   static constexpr u64 kPatience = 300'000'000;
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   u64 since_ = 0, least_ = 0, begun_ = 0;
 };
 
@@ -101,6 +107,7 @@ template <class Host> class Sampling {
   Status draw_by_priority(u64 n, const Weighting &how, const OutColumn *columns, u32 n_columns, u64 *ids, float *weights, u64 deadline, bool may_wait,
                           Check check) {
     if (h_.ready() && !keeps_priorities()) return Status::not_ready;
+    h_.mend();
     auto any = [&] { return tree_.sum() > 0; };
     auto all_zero = [&] { Window w = window(s_); return w.lo < w.hi && quiet() && !any(); };
     Status out = draw_with([&](Rng rng) { return PriorityPick{s_, tree_, rng, weights, n, how.stratified}; }, any, all_zero, n, columns, n_columns, ids,
@@ -196,6 +203,7 @@ template <class Host> class Sampling {
   template <class Check> Status keep_priorities(double alpha, double eps, bool live_maximum, u64 deadline, Check check) {
     const Pair want = Formula::pack(alpha, eps, live_maximum), none{};
     Pair &word = words().formula;
+    if (h_.destroyed()) return Status::destroyed;
     if (!load(word.low, acquire)) {
       if (h_.readonly()) return Status::readonly;
       compare_exchange(word, none, want);
@@ -222,7 +230,9 @@ template <class Host> class Sampling {
   }
   template <class Number> Status set_priorities(const u64 *ids, const Number *p, u64 n, u8 *applied, u64 &bad) {
     if (h_.readonly()) return Status::readonly;
+    if (h_.destroyed()) return Status::destroyed;
     if (!keeps_priorities()) return Status::not_ready;
+    h_.mend();
     const u64 end = load(s_.control().cursor, acquire);
     for (u64 j = 0; j < n; ++j)
       if (ids[j] >= end) return bad = j, Status::unknown_row;

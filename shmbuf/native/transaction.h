@@ -170,8 +170,9 @@ class Writer {
       store(c_.priorities.highest, 0u, relaxed);
     }
     for (u32 i = 0; i < slots_of(next); ++i)
-      for (u64 at = entry(now, i).head; at < next.slot[i].head; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
+      for (u64 at = entry(now, i).head, end = bounded(at, next.slot[i].head); at < end; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
   }
+  u64 bounded(u64 from, u64 to) const { return to - from <= s_.ring_bytes ? to : from; }  // a ring holds no more, whatever a damaged word says
   // visit(ring, position, record, first id) for exactly the records that the plan has counted, in id order; kDropped for
   // those that a skip passes.
   template <class Visit> void each_record(const CommitBlock &now, const CommitBlock &next, Visit visit) {
@@ -180,10 +181,10 @@ class Writer {
     for (u32 d = 0; d < n; ++d) {
       u32 i = (next.start + d) % n;
       const BlockSlot &e = next.slot[i];
-      for (u64 at = entry(now, i).head; at < e.rows_end;) {
+      for (u64 at = entry(now, i).head, end = bounded(at, e.rows_end); at < end;) {
         Record &r = record(i, at);
         const bool skipped = at < e.skip_to;
-        if (!well_formed(r, at, e.rows_end) || id + r.n_rows > next.cursor + (skipped ? r.n_rows : 0)) break;  // damaged since
+        if (!well_formed(r, at, end) || id + r.n_rows > next.cursor + (skipped ? r.n_rows : 0)) break;  // damaged since
         visit(i, at, r, skipped ? kDropped : id);
         if (!skipped) id += r.n_rows;
         at += r.bytes;

@@ -3,6 +3,7 @@ chosen again, so that every row returned was in the buffer during the call."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +12,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from shmbuf.errors import Lapped
+from shmbuf.reading import address_of
+from shmbuf.ticket import left_of
 
 if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
@@ -70,12 +73,20 @@ class RandomSampler(Sampler):
         return storage.draw(batch_size, out=out, timeout=timeout, pin=pin)
 
 
-def wait_for_rows(storage: ShmStorage, timeout: float | None) -> None:
-    """Until there is a row. Raises NotEnoughRows, StorageLost."""
+def wait_for_rows(storage: ShmStorage, timeout: float | None) -> float | None:
+    """Until there is a row; the handle is one that samples from now on. Returns what is left of timeout.
+
+    Raises NotEnoughRows, StorageLost.
+    """
     buffer = storage.buffer
+    if not buffer._standby:
+        buffer._become_reader()
     if buffer.schema is None or not len(buffer):
+        since = time.monotonic()
         buffer.wait_rows(1, timeout)
+        timeout = left_of(timeout, since)
     storage.schema()
+    return timeout
 
 
 def gather(
@@ -90,7 +101,8 @@ def gather(
     """The rows of int64 ids, in order, with "index" and "row_id".
 
     Args:
-        again: units (``unit`` consecutive ids each) of which a row has been overwritten → their new ids [k, unit].
+        again: units (``unit`` consecutive ids each) of which a row has been overwritten → their new ids [k, unit]; negative ones:
+            leave the unit out.
         out: a TensorDict of the batch's size to copy into.
 
     Raises:
@@ -105,21 +117,24 @@ def gather(
             break
         bad = np.flatnonzero(~done.reshape(-1, unit).all(axis=1))
         done.reshape(-1, unit)[bad] = 0
-        ids.reshape(-1, unit)[bad] = np.asarray(again(bad)).reshape(len(bad), unit)
+        new = np.asarray(again(bad)).reshape(len(bad), unit)
+        ids.reshape(-1, unit)[bad] = new
+        done.reshape(-1, unit)[bad[new[:, 0] < 0]] = 1  # not to be fetched
     else:
         raise Lapped(
             f"rows are overwritten faster than {unit} of them can be found and copied; the capacity of "
             f"{storage.buffer.capacity:,} rows is too small for this write rate"
         )
     td = rows.tensordict(ids)
+    if n and (ids < 0).any():
+        td = td[torch.from_numpy(ids >= 0)]
     return td if out is None else out.update_(td)
 
 
 def pick(storage: ShmStorage, n: int, timeout: float | None) -> np.ndarray:
-    """int64[n] ids, uniform with replacement."""
-    ids = np.empty(n, np.int64)
-    while storage.buffer._call("choose", n, ids.ctypes.data) < n:
-        wait_for_rows(storage, timeout)
+    """int64[n] ids, uniform with replacement. Raises NotEnoughRows, Lapped, StorageLost."""
+    ids, buffer = np.empty(n, np.int64), storage.buffer
+    buffer.wait_readable(lambda: buffer._call("choose", n, address_of(ids)) >= n, timeout)
     return ids
 
 

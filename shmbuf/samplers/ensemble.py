@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.samplers.base import Sampler
+from shmbuf.samplers.sequences import SampleUnit
+from shmbuf.ticket import left_of
 
 if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
@@ -32,6 +35,20 @@ class StorageEnsemble:
         return f"StorageEnsemble({', '.join(map(repr, self._storages))})"
 
 
+def _check_lengths(member: int, sampler: Sampler) -> None:
+    """Parts are stacked, so each has to be as long as asked for. Raises ValueError."""
+    if not getattr(sampler, "strict_length", True) and not getattr(sampler, "pad_output", False):
+        raise ValueError(
+            f"member {member} draws by {type(sampler).__name__}(strict_length=False), whose batches are shorter than asked for: "
+            "SliceSampler(strict_length=False, pad_output=True) fills them up, strict_length=True draws whole slices only"
+        )
+    if getattr(sampler, "num_slices", None) is not None and not getattr(sampler, "drop_last", True):
+        raise ValueError(
+            f"member {member} draws by {type(sampler).__name__}(num_slices={sampler.num_slices}), whose last batch of a pass has "  # type: ignore[attr-defined]
+            "fewer and cannot be filled up: give it slice_len= instead, or drop_last=True"
+        )
+
+
 class SamplerEnsemble:
     """Draws each of ``num_buffer_sampled`` equal parts of a batch from one member, by that member's own sampler.
 
@@ -43,7 +60,7 @@ class SamplerEnsemble:
         num_buffer_sampled: how many parts; default: as many as there are members.
 
     Raises:
-        ValueError, RuntimeError: weights that are none; both ways asked for.
+        ValueError, RuntimeError: weights that are none; both ways asked for; a sampler whose batches cannot be filled up.
     """
 
     def __init__(
@@ -58,11 +75,22 @@ class SamplerEnsemble:
         for sampler in samplers:
             if not isinstance(sampler, Sampler):
                 raise TypeError(f"an ensemble is made of samplers, not {type(sampler).__name__}")
+        for i, sampler in enumerate(samplers):
+            _check_lengths(i, sampler)
         if sample_from_all and p is not None:
             raise RuntimeError("Cannot pass both `p` argument and `sample_from_all=True`.")
         self._samplers, self.sample_from_all = samplers, bool(sample_from_all)
+        self._units: tuple[SampleUnit | None, ...] = (None,) * len(samplers)
         self.p = p
         self.num_buffer_sampled = num_buffer_sampled
+
+    def _use(self, samplers: tuple[Sampler, ...], units: tuple[SampleUnit | None, ...]) -> None:
+        """What the members have now, if that is something else."""
+        if any(a is not b for a, b in zip(samplers, self._samplers, strict=True)):
+            for i, sampler in enumerate(samplers):
+                _check_lengths(i, sampler)
+            self._samplers = samplers
+        self._units = units
 
     @property
     def p(self) -> torch.Tensor | str | None:
@@ -132,11 +160,12 @@ class SamplerEnsemble:
             )
         if len(storage._storages) != len(self._samplers):
             raise ValueError(f"{len(self._samplers)} samplers for {len(storage._storages)} storages")
-        each, ids = batch_size // self._parts, self.choose(storage, generator)
+        each, ids, since = batch_size // self._parts, self.choose(storage, generator), time.monotonic()
         parts: list[Any] = [None] * self._parts
         for member in ids.unique(sorted=True).tolist():
             places = (ids == member).nonzero().flatten().tolist()
-            rows = self._of(member, storage[member], each, len(places), generator, timeout, pin, how)
+            left = left_of(timeout, since) if member else timeout
+            rows = self._of(member, storage[member], each, len(places), generator, left, pin, how)
             for place, part in zip(places, rows, strict=True):
                 parts[place] = part
         return parts, ids
@@ -152,22 +181,54 @@ class SamplerEnsemble:
         pin: bool,
         how: dict[str, Any],
     ) -> list[TensorDictBase]:
-        """That many parts of one member; a sampler that gives less at the end of its epoch is asked again."""
-        buffer, n = storage.buffer, each * parts
+        """That many parts of one member."""
+        buffer, since = storage.buffer, time.monotonic()
         if generator is not None:
             seed = torch.randint(2**62, (1,), generator=generator, device=generator.device)
             buffer.seed(int(seed))
-        drawn: list[TensorDictBase] = []
-        missing = n
-        with buffer.sampling(n, timeout):
+        sampler, unit = self._samplers[member], self._units[member]
+        if getattr(sampler, "num_slices", None) is not None and parts > 1:  # the batch says how long a slice is
+            first = self._filled(sampler, unit, storage, each, timeout, pin, how)
+            more = [
+                self._filled(sampler, unit, storage, each, left_of(timeout, since), pin, how) for _ in range(parts - 1)
+            ]
+            return [first, *more]
+        td = self._filled(sampler, unit, storage, each * parts, timeout, pin, how)
+        if not each:
+            return [td] * parts
+        rows = each * (1 if unit is None else unit.rows_per_anchor)
+        split: list[Any] = list(td.split(rows))
+        return split if unit is None or parts == 1 else [unit.numbered(part) for part in split]
+
+    @staticmethod
+    def _filled(
+        sampler: Sampler,
+        unit: SampleUnit | None,
+        storage: ShmStorage,
+        n: int,
+        timeout: float | None,
+        pin: bool,
+        how: dict[str, Any],
+    ) -> TensorDictBase:
+        """n rows, or anchors; a sampler that gives less at the end of its epoch is asked again."""
+        drawn: list[Any] = []
+        missing, per = n, 1 if unit is None else unit.rows_per_anchor
+        with storage.buffer.sampling(n, timeout) as left:
+            since = time.monotonic()
             while missing or not drawn:
-                drawn.append(self._samplers[member].sample(storage, missing, timeout=timeout, pin=pin, **how))
-                got = drawn[-1].batch_size.numel()
+                time_left = left_of(left, since) if drawn else left
+                if unit is None:
+                    drawn.append(sampler.sample(storage, missing, timeout=time_left, pin=pin, **how))
+                else:
+                    drawn.append(unit.sample(sampler, storage, missing, timeout=time_left, pin=pin, **how))
+                got = drawn[-1].batch_size.numel() // per
                 if not (got == missing or 0 < got < missing):
-                    raise ValueError(f"member {member} gave {got:,} rows for a batch of {missing:,}")
+                    raise ValueError(f"{sampler} gave {got:,} for a batch of {missing:,}")
                 missing -= got
-        td = drawn[0] if len(drawn) == 1 else torch.cat(drawn)  # type: ignore[arg-type]
-        return list(td.split(each)) if each else [td] * parts  # type: ignore[arg-type,list-item]
+        if len(drawn) == 1:
+            return drawn[0]
+        td: Any = torch.cat(drawn)
+        return td if unit is None else unit.numbered(td)
 
     def __len__(self) -> int:
         return len(self._samplers)

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.errors import Lapped
+from shmbuf.failures import writer_text
 from shmbuf.priorities import check_weighting
 from shmbuf.reading import address_of
 from shmbuf.samplers.base import gather
@@ -27,7 +28,7 @@ _LEAST, _SHARE = (
     4096,
     64,
 )  # rows drawn by priority for a batch, at least, or this part of the capacity; then all are looked at
-_AT_ONCE = 1 << 18  # ids of a walk
+_AT_ONCE, _WALKED = 1 << 18, 1 << 21  # ids of one walk; of all walks of a batch
 
 
 class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
@@ -125,7 +126,8 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
         Where such rows are rare the rest is drawn from a list of all of them.
         """
         ids, lens, leaves = np.zeros((n, length), np.int64), np.zeros(n, np.int64), np.zeros(n, np.float32)
-        have, drawn, budget = 0, 0, max(_LEAST, buffer.capacity // _SHARE)
+        budget = max(2 * n, min(max(_LEAST, buffer.capacity // _SHARE), _WALKED // length))
+        have = drawn = 0
         while have < n and drawn < budget:
             need = n - have
             wanted = need if not drawn else int(1.2 * need * drawn / max(have, 1)) + 8
@@ -166,9 +168,10 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
             elif time.monotonic() > give_up:  # a transaction is shorter than that
                 if not buffer._get("priorities")["sum"]:
                     raise RuntimeError(f"no row can be drawn: all {len(buffer):,} priorities are 0")
-                raise Lapped("rows are overwritten faster than they can be drawn by priority")
+                raise Lapped(f"no row can be drawn by priority: {writer_text(buffer)}")
             else:
-                buffer._call("help")
+                if not buffer._readonly:
+                    buffer._call("help")
                 time.sleep(1e-3)
         return ids, leaves
 
@@ -182,12 +185,12 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
         together = end - first + 1 == rows  # no rows of others between: ids follow each other
         many, start = n[together], first[together]
         starts = [np.arange(many.sum()) + np.repeat(start - (many.cumsum() - many), many)]
-        for e, k in zip(end[~together].tolist(), n[~together].tolist(), strict=True):
+        for e, r, k in zip(*(a[~together].tolist() for a in (end, rows, n)), strict=True):
             ids = np.empty(k, np.int64)
-            while k > 0 and not buffer._call("stretch", e, behind, k, ids.ctypes.data):
-                k = min(k - 1, buffer._call("trajectory_rows", e) - behind)  # its first rows have gone
-                ids = np.empty(max(k, 0), np.int64)
-            starts.append(ids)
+            while k > 0 and not buffer._call("stretch", e, r - k, k, ids.ctypes.data):
+                r = min(r - 1, buffer._call("trajectory_rows", e))  # its first rows have gone
+                k = min(k, r, max(r - behind, 0 if self.strict_length else 1))
+            starts.append(ids[: max(k, 0)])
         ids = np.concatenate(starts)
         p = buffer.priorities(ids)
         if not self._alpha:  # which forgets priorities, but all rows that have any are as likely

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from shmbuf.samplers.base import Sampler, gather
+from shmbuf.errors import NotEnoughRows
+from shmbuf.samplers.base import Sampler, gather, wait_for_rows
 from shmbuf.schema import Key, as_key, show_key
+from shmbuf.ticket import left_of
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
@@ -30,10 +34,12 @@ class SampleUnit:
 
     Attributes:
         name: of the kind, in the segment. info_keys: what ``sample(return_info=True)`` gives besides the sampler's.
+        rows_per_anchor: of a batch.
     """
 
     name: ClassVar[str]
     info_keys: ClassVar[tuple[str, ...]] = ()
+    rows_per_anchor: int = 1
 
     def arguments(self) -> dict[str, Any]:
         """What another process needs to rebuild it: numbers, strings, lists."""
@@ -57,6 +63,10 @@ class SampleUnit:
         """The batch of n anchors. Other arguments and errors: the sampler's."""
         raise NotImplementedError
 
+    def numbered(self, td: TensorDictBase) -> TensorDictBase:
+        """A batch that was put together of several, as if it had been drawn as one."""
+        return td
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments().items())})"
 
@@ -71,29 +81,50 @@ class Transition(SampleUnit):
 
 
 class _Anchors:
-    """Row ids that a sampler drew, with what it says about each; some may be drawn again."""
+    """Row ids that a sampler drew, with what it says about each; some may be drawn again.
 
-    def __init__(self, sampler: Sampler, storage: ShmStorage, n: int, how: dict[str, Any]):
+    Attributes:
+        kept: bool[n]: not those that there are no others for.
+    """
+
+    def __init__(self, sampler: Sampler, storage: ShmStorage, n: int, timeout: float | None, how: dict[str, Any]):
         self._sampler, self._storage, self._how = sampler, storage, how
-        first = self._draw(n)
+        self._timeout, self._since = timeout, time.monotonic()
+        first = sampler.sample(storage, n, timeout=timeout, **how)
         self.ids = first["row_id"].numpy().copy()
+        self.kept = np.ones(len(self.ids), bool)
         said = (k for k in sampler.info_keys if k not in ("index", "row_id"))
         self.info = {k: t for k in said if (t := first.get(k, None)) is not None}
 
-    def _draw(self, n: int) -> TensorDictBase:
-        return self._sampler.sample(self._storage, n, **self._how)
+    def _more(self, n: int) -> TensorDictBase:
+        return self._sampler.sample(self._storage, n, timeout=left_of(self._timeout, self._since), **self._how)
 
     def again(self, which: np.ndarray) -> np.ndarray:
         """Other ones, since rows about them are overwritten. A weight normalised by its batch is so by the batch of this draw."""
         begin = 0
         while begin < len(which):  # the end of an epoch may come in between
-            td = self._draw(len(which) - begin)
+            try:
+                td = self._more(len(which) - begin)
+            except NotEnoughRows:  # the others, which may be drawn but once, must not be lost to that
+                self.kept[which[begin:]] = False
+                if not self.kept.any():
+                    raise
+                break
             at = which[begin : begin + td.batch_size[0]]
             for key, values in self.info.items():
                 values[torch.from_numpy(at)] = td.get(key)
             self.ids[at] = td["row_id"].numpy()
             begin += len(at)
         return self.ids[which]
+
+    def drop(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What is left of the arrays, the ids and the info."""
+        if self.kept.all():
+            return arrays
+        kept = torch.from_numpy(self.kept)
+        self.info = {k: t[kept] for k, t in self.info.items()}
+        self.ids = self.ids[self.kept]
+        return tuple(a[self.kept] for a in arrays)
 
 
 class Sequence(SampleUnit):
@@ -133,7 +164,7 @@ class Sequence(SampleUnit):
             raise ValueError(f"episode_boundary={episode_boundary!r}: one of {', '.join(BOUNDARIES)}")
         self.episode_boundary = episode_boundary
         self.done_key = None if done_key is None else as_key(done_key)
-        self.total = self.burn_in + self.length + self.bootstrap
+        self.total = self.rows_per_anchor = self.burn_in + self.length + self.bootstrap
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -226,20 +257,29 @@ class Sequence(SampleUnit):
         pin: bool = False,
         **how: Any,
     ) -> TensorDictBase:
-        anchors = _Anchors(sampler, storage, n, {"timeout": timeout, **how})
-        buffer = storage.buffer
+        timeout, buffer = wait_for_rows(storage, timeout), storage.buffer
+        if self._follows_streams:
+            self._check(buffer)
+        if out is not None:
+            storage.require_out(out, n * self.total, {(k,): () for k in self.info_keys})
+        anchors = _Anchors(sampler, storage, n, timeout, how)
         ids, valid = self.windows(buffer, anchors.ids)
 
         def again(bad: np.ndarray) -> np.ndarray:
             new, valid[bad] = self.windows(buffer, anchors.again(bad))
+            new[~anchors.kept[bad]] = -1
             return new
 
         td = gather(storage, ids.reshape(-1), again, unit=self.total, pin=pin)
+        (valid,) = anchors.drop(valid)
         for key, values in anchors.info.items():
             td.set(key, values.repeat_interleave(self.total, dim=0))
         for name, values in self._entries(anchors.ids, valid, buffer.capacity).items():
             td.set(name, values)
-        return td if out is None else storage._copy_into(out, td)  # type: ignore[arg-type]
+        return td if out is None else storage._copy_into(out, td)
+
+    def numbered(self, td: TensorDictBase) -> TensorDictBase:
+        return td.set("sequence_id", torch.arange(len(td) // self.total).repeat_interleave(self.total))
 
 
 class NStep(SampleUnit):
@@ -276,10 +316,10 @@ class NStep(SampleUnit):
     def trajectory_settings(self) -> dict[str, Any]:
         return {"trajectories": True}
 
-    def _reward_key(self, td: TensorDictBase) -> Key:
+    def _reward_key(self, stored: Collection[Key]) -> Key:
         keys = [self.reward_key] if self.reward_key is not None else [("next", "reward"), ("reward",)]
         for key in keys:
-            if td.get(key, None) is not None:
+            if key in stored:
                 return key
         raise KeyError(f"no reward is stored under {' or '.join(map(show_key, keys))}; NStep(reward_key=) names it")
 
@@ -304,19 +344,26 @@ class NStep(SampleUnit):
         pin: bool = False,
         **how: Any,
     ) -> TensorDictBase:
-        anchors = _Anchors(sampler, storage, n, {"timeout": timeout, **how})
-        buffer, n = storage.buffer, len(anchors.ids)
+        timeout, buffer = wait_for_rows(storage, timeout), storage.buffer
+        buffer.require_trajectories()
+        shapes = {c.key: c.shape for c in storage.schema().columns}
+        key = self._reward_key(shapes)
+        if out is not None:
+            storage.require_out(out, n, {(k,): shapes[key] for k in self.info_keys})
+        anchors = _Anchors(sampler, storage, n, timeout, how)
         ids, used = buffer.walk_forward(anchors.ids, self.n)
 
         def again(bad: np.ndarray) -> np.ndarray:
             new, used[bad] = buffer.walk_forward(anchors.again(bad), self.n)
+            new[~anchors.kept[bad]] = -1
             return new
 
         # Behind a trajectory's end its last row is repeated, so that the last of n is always the last one used.
         rows = gather(storage, ids.reshape(-1), again, unit=self.n)
+        (used,) = anchors.drop(used)
+        n = len(used)
         last = rows[self.n - 1 :: self.n]
         td = rows[:: self.n].clone()
-        key = self._reward_key(rows)
         reward = rows.get(key).reshape(n, self.n, *rows.get(key).shape[1:])
         steps = torch.from_numpy(used)
         discount = torch.where(
@@ -339,7 +386,7 @@ class NStep(SampleUnit):
             td.set(name, values)
         if pin:
             td = td.pin_memory()
-        return td if out is None else storage._copy_into(out, td)  # type: ignore[arg-type]
+        return td if out is None else storage._copy_into(out, td)
 
 
 # By the name that a segment keeps.
@@ -353,12 +400,12 @@ def checked_unit(unit: Any) -> SampleUnit:
     return unit
 
 
-def anchor_priorities(data: TensorDictBase, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Of a `Sequence` batch: the anchors' row ids and the largest priority of each one's valid rows. None: it is none."""
-    ids, valid = data.get("anchor_row_id", None), data.get("validity_mask", None)
-    if ids is None or ids.numel() != priority.numel():
-        return None
-    ids, priority = ids.reshape(-1), priority.reshape(-1)
+def anchor_priorities(
+    ids: torch.Tensor, valid: torch.Tensor | None, priority: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a `Sequence` batch: the anchors' row ids and the largest priority of each one's valid rows."""
+    ids = ids.reshape(-1)
+    priority = priority.reshape(-1).expand(ids.shape)
     if valid is not None:  # an anchor's own row is valid always
         ids, priority = ids[valid.reshape(-1)], priority[valid.reshape(-1)]
     anchors, of = torch.unique(ids, return_inverse=True)

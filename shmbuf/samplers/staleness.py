@@ -110,7 +110,7 @@ class StalenessAwareSampler(Sampler):
                 "handle one, set_sampler(StalenessAwareSampler(staleness_weight_fn=...))"
             )
         version = self._consumer_version if consumer_version is None else _number(consumer_version, "consumer_version")
-        wait_for_rows(storage, timeout)
+        timeout = wait_for_rows(storage, timeout)
         check_out(storage, out, batch_size)
         draw = _Draw(storage, self, version, timeout)
         ids, staleness = draw.some(batch_size)
@@ -207,8 +207,8 @@ class _Draw:
         buffer, nap = self.storage.buffer, 1e-3
         while True:
             count = buffer.write_count
-            ids = np.arange(*buffer.window, dtype=np.int64)
-            staleness, there = self._staleness(ids)
+            buffer.wait_readable(self._look, left_of(self.timeout, self.since))
+            ids, staleness, there = self.seen
             ok = there & (staleness <= self.most)
             if ok.any():
                 weights = self._weights(staleness[ok])
@@ -227,9 +227,14 @@ class _Draw:
                 time.sleep(nap if left is None else min(nap, left))
                 nap, left = min(2 * nap, 1e-2), left_of(self.timeout, self.since)
 
+    def _look(self) -> bool:
+        ids = np.arange(*self.storage.buffer.window, dtype=np.int64)
+        self.seen = (ids, *self._staleness(ids))
+        return bool(self.seen[2].any())
+
     def _all_stale(self, staleness: np.ndarray) -> str:
         newest = f"; the newest is of version {self.version - staleness.min():g}" if len(staleness) else ""
-        after = f" after {self.timeout:g} s" if self.timeout else ""
+        after = f" after {self.timeout:.3g} s" if self.timeout else ""
         return (
             f"All {len(staleness):,} entries in the buffer exceed max_staleness={self.most:g} "
             f"(consumer_version={self.version}{newest}){after}. Increase max_staleness, or update the collectors' policies "

@@ -10,17 +10,24 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 import shmbuf
 from shmbuf import (
+    Buffer,
     BufferExists,
     BufferFormatError,
     BufferInUse,
     BufferNotFound,
+    PrioritizedSampler,
+    Queue,
     RandomSampler,
     RemoteTensorDictReplayBuffer,
     ReplayBuffer,
+    Sequence,
     ShmStorage,
+    StalenessAwareSampler,
+    StepScheduler,
     StorageLost,
     TensorDictReplayBuffer,
     segment,
@@ -190,3 +197,86 @@ def test_parts_may_be_made_by_a_callable():
 def test_storage_arguments_that_are_not_there_yet(kw):
     with pytest.raises(ValueError):
         ShmStorage(10, **kw)
+
+
+def test_a_sampler_given_to_attach_is_the_one_that_draws(make_rb):
+    rb = make_rb(schema={"policy_version": torch.int64})
+    rb.extend(TensorDict({"policy_version": torch.arange(10)}, [10]))
+    mine = StalenessAwareSampler(max_staleness=2, staleness_weight_fn=lambda s: s + 1)
+    mine.consumer_version, unit = 9, Sequence(2, done_key=None)
+    with shmbuf.attach(rb.name, sampler=mine, sample_unit=unit) as other:
+        assert other.sampler is mine and other._unit is unit
+        assert other.sample(50)["anchor_index"].min() == 7
+        scheduler = StepScheduler(mine, "max_staleness", gamma=0.0, n_steps=1)
+        scheduler.step()
+        assert other.sample(50)["anchor_index"].min() == 9
+        with pickle.loads(pickle.dumps(other)) as copy:  # its arguments travel, nothing else
+            assert copy.sampler.max_staleness == 0 and copy.sampler.consumer_version == 0
+
+
+@pytest.mark.parametrize(
+    "kw, error",
+    [
+        ({"seed": "abc"}, TypeError),
+        ({"seed": 1.5}, TypeError),
+        ({"seed": True}, TypeError),
+        ({"sampler": 5}, TypeError),
+        ({"sample_unit": 5}, TypeError),
+        ({"batch_size": -1}, ValueError),
+        ({"sampler": PrioritizedSampler(max_capacity=3)}, ValueError),
+    ],
+    ids=str,
+)
+def test_what_attach_refuses_leaves_nothing_attached(rb, nothing_moves, kw, error):
+    with pytest.raises(error, match=next(iter(kw)) if "sampler" not in kw else None):
+        shmbuf.attach(rb.name, **kw)
+    with pytest.raises(error):
+        pickle.loads(pickle.dumps(rb)).set_sampler(5) if error is TypeError else rb.sample(-1)
+
+
+@pytest.mark.parametrize("exists", ["error", "attach", "replace"])
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {"seed": "abc"},
+        {"seed": 2.0},
+        {"limiter": Queue(3), "batch_size": 4},
+        {"sampler": PrioritizedSampler(alpha=0.9), "limiter": "late"},
+    ],
+    ids=str,
+)
+def test_a_constructor_that_raises_leaves_no_buffer(make_name, monkeypatch, exists, kw):
+    name = make_name()
+    if kw.get("limiter") == "late":  # what goes wrong when the buffer is there
+        kw = {**kw, "limiter": Queue(3)}
+        monkeypatch.setattr(Buffer, "set_limiter", lambda *a, **k: (_ for _ in ()).throw(TimeoutError("limiter")))
+    storage = ShmStorage(10, name=name, drain="caller", exists=exists)
+    with pytest.raises((TypeError, ValueError, TimeoutError), match=r"seed|batch|limiter"):
+        TensorDictReplayBuffer(storage=storage, **kw)
+    assert name not in segment.names()
+    monkeypatch.undo()
+    with TensorDictReplayBuffer(storage=storage, seed=3) as rb:  # the storage is as it was
+        assert rb.name == name
+
+
+def test_a_constructor_that_raises_leaves_what_it_found(make_rb):
+    rb = make_rb(schema={"k": torch.int64})
+    rb.buffer.keep_priorities(0.5, 0.0)
+    storage = ShmStorage(100, name=rb.name, drain="caller", exists="attach")
+    with pytest.raises(ValueError, match="one formula"):
+        TensorDictReplayBuffer(storage=storage, sampler=PrioritizedSampler(alpha=0.9))
+    assert not rb.destroyed and rb.name in segment.names()
+    opened = ShmStorage(100, name=rb.name, drain="caller", exists="attach")
+    buffer = opened.buffer  # the user's: it stays open
+    with pytest.raises(ValueError, match="one formula"):
+        TensorDictReplayBuffer(storage=opened, sampler=PrioritizedSampler(alpha=0.9))
+    assert opened.buffer is buffer and not buffer.closed
+    buffer.close()
+
+
+def test_seeds_of_a_buffer_are_whole_numbers(rb):
+    for bad in ("abc", 1.5, None, True):
+        with pytest.raises(TypeError, match="seed="):
+            rb.buffer.seed(bad)
+    for good in (0, -1, 2**70, np.int64(3)):
+        rb.buffer.seed(good)

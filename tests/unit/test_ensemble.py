@@ -12,11 +12,15 @@ import shmbuf
 from shmbuf import (
     NotEnoughRows,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     RateLimiter,
     ReplayBufferEnsemble,
     SamplerEnsemble,
     SamplerWithoutReplacement,
+    Sequence,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
 )
 
 
@@ -24,9 +28,9 @@ from shmbuf import (
 def make(make_name):
     made = []
 
-    def make(who: int, n: int = 10, sampler=None, **extra):
+    def make(who: int, n: int = 10, sampler=None, unit=None, **extra):
         storage = shmbuf.ShmStorage(100, name=make_name(), drain="caller")
-        rb = shmbuf.TensorDictReplayBuffer(storage=storage, sampler=sampler)
+        rb = shmbuf.TensorDictReplayBuffer(storage=storage, sampler=sampler, sample_unit=unit)
         made.append(rb)
         if n:
             rb.extend(TensorDict({"k": torch.arange(n) + 1000 * who, **extra}, [n]))
@@ -150,3 +154,61 @@ def test_bad_input(make):
         empty.sample(4)
     with pytest.raises(RuntimeError, match="None of the replay-buffer ensemble members"):
         ReplayBufferEnsemble(make(3, 0), p="sampleable").sample(4)
+
+
+def test_members_sample_units_are_drawn(make):
+    e = ReplayBufferEnsemble(
+        make(0, 20, unit=Sequence(3, done_key=None), sampler=PrioritizedSampler(alpha=1.0)),
+        make(1, 20, unit=Sequence(2, burn_in=1, done_key=None), sampler=PrioritizedSampler(alpha=1.0)),
+        p=[1, 3],
+        num_buffer_sampled=4,
+    )
+    batch, info = e.sample(20, return_info=True)
+    assert batch.shape == (4, 15) and info["anchor_row_id"].shape == (4, 15)
+    assert (batch["sequence_id"] == torch.arange(5).repeat_interleave(3)).all()
+    start = batch["k"].reshape(4, 5, 3)
+    assert (start // 1000 == batch["buffer_ids"].reshape(4, 5, 3)).all()
+    batch["td_error"] = torch.full((4, 15), 7.0)
+    e.update_tensordict_priority(batch)
+    anchors = batch["anchor_row_id"][0].unique()
+    assert e[int(batch["buffer_ids"][0, 0])].buffer.priorities(anchors.numpy()) == pytest.approx(7)
+
+
+def test_an_epoch_is_filled_up_in_anchors(make):
+    e = ReplayBufferEnsemble(
+        make(0, 10, SamplerWithoutReplacement(), unit=Sequence(2, done_key=None)), sample_from_all=True
+    )
+    e[0].set_limiter(RateLimiter(100.0, error_buffer=1000))
+    got = [e.sample(4) for _ in range(5)]
+    anchors = torch.cat([b["anchor_index"][0, ::2] for b in got])
+    assert torch.bincount(anchors).tolist() == [2] * 10
+    assert all(b["sequence_id"].tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] for b in got)
+    assert e[0].buffer.limiter_state()["sampled"] == 20
+
+
+def test_members_whose_units_have_different_lengths_are_refused(make):
+    with pytest.raises(ValueError, match="rows for each they draw: 1, 3"):
+        ReplayBufferEnsemble(make(0), make(1, unit=Sequence(3, done_key=None)))
+
+
+@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler])
+def test_members_that_draw_slices_of_any_length_are_refused(make, kind):
+    sampler = kind(slice_len=4, strict_length=False)
+    with pytest.raises(ValueError, match=r"member 1 .*strict_length=False.*pad_output=True"):
+        SamplerEnsemble(RandomSampler(), sampler)
+    e = ReplayBufferEnsemble(make(0, 10, sampler=SliceSampler(slice_len=4)), sample_from_all=True)
+    e[0].set_sampler(sampler)
+    with pytest.raises(ValueError, match="strict_length=False"):
+        e.sample(8)
+    SamplerEnsemble(SliceSampler(slice_len=4, strict_length=False, pad_output=True))
+    SamplerEnsemble(SliceSamplerWithoutReplacement(num_slices=4, drop_last=True))
+    with pytest.raises(ValueError, match="num_slices"):
+        SamplerEnsemble(SliceSamplerWithoutReplacement(num_slices=4))
+
+
+def test_num_slices_are_those_of_each_part(make):
+    e = ReplayBufferEnsemble(
+        make(0, 40, sampler=SliceSampler(num_slices=2)), make(1, 40), p=[1, 0], num_buffer_sampled=4
+    )
+    k = e.sample(40)["k"].reshape(4, 2, 5)
+    assert (k.diff(dim=2) == 1).all()

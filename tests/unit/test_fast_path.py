@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmbuf import ShmStorage, TensorDictReplayBuffer, storage
+from shmbuf import ShmStorage, TensorDictReplayBuffer, storage, tensors
 from shmbuf.errors import SchemaError
 from shmbuf.schema import DTYPES, nest
 from tests.unit.helpers_torch import bits, rows, same
@@ -201,7 +201,7 @@ KEYS = [
 @pytest.mark.parametrize("keys", KEYS)
 def test_a_tree_holds_each_leaf_under_its_key(keys):
     leaves = [torch.full((2, 1), i) for i in range(len(keys))]
-    got = storage.make_tensordict(storage.tree_of(keys), leaves, torch.Size((2,)))
+    got = tensors.make_tensordict(tensors.tree_of(keys), leaves, torch.Size((2,)))
     made = TensorDict(nest(keys, leaves), [2])
     assert list(got.keys(True)) == list(made.keys(True)) and same(got, made)
     assert all(got[key] is leaf for key, leaf in zip(keys, leaves, strict=True))
@@ -209,15 +209,15 @@ def test_a_tree_holds_each_leaf_under_its_key(keys):
 
 def test_of_two_leaves_of_one_key_the_later_is_shown():
     first, second = torch.zeros(2), torch.ones(2)
-    got = storage.make_tensordict(
-        storage.tree_of((("index",), ("k",), ("index",))), [first, first, second], torch.Size((2,))
+    got = tensors.make_tensordict(
+        tensors.tree_of((("index",), ("k",), ("index",))), [first, first, second], torch.Size((2,))
     )
     assert list(got.keys()) == ["index", "k"] and got["index"] is second and got["k"] is first
 
 
 @pytest.mark.parametrize("way", ["_wrap", "_constructed"])
 def test_a_sample_is_an_ordinary_tensordict(way, monkeypatch):
-    monkeypatch.setattr(storage, "_wrap", getattr(storage, way))
+    monkeypatch.setattr(tensors, "_wrap", getattr(tensors, way))
     with TensorDictReplayBuffer(storage=ShmStorage(50, drain="caller"), batch_size=4) as rb:
         rb.extend(rows(0, 5))
         batch = rb.sample()

@@ -470,3 +470,27 @@ def test_ratios_are_kept_as_fractions(small):
         fill(buf, 3)
         buf.draw(1)
     assert np.isclose(buf.limiter_state()["diff"], 0)
+
+
+def test_a_change_is_one_step(small, monkeypatch):
+    """Nobody may find the buffer without a limiter in between."""
+    buf = small(MinSize(1))
+    buf.extend(k(*range(10)))
+    buf.draw(900)
+    real, calls = buf._call, []
+    monkeypatch.setattr(buf, "_call", lambda method, *a: (calls.append(method), real(method, *a))[1])
+    buf.set_limiter(Queue(50))
+    assert calls.count("set_limiter") == 1 and buf.limiter_state()["diff"] == 0
+
+
+def test_what_is_left_of_a_timeout(small):
+    buf = small(MinSize(1))
+    fill(buf, 3)
+    assert (
+        buf.acquire_samples(1, 5.0) == 5.0 and buf.acquire_samples(1, 0) == 0 and buf.acquire_samples(1, None) is None
+    )
+    buf.set_limiter(MinSize(4))
+    t = threading.Timer(0.3, lambda: fill(buf, 1))
+    t.start()
+    assert 0 < buf.acquire_samples(1, 20.0) < 19.8
+    assert ended(t)

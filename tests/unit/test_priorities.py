@@ -419,3 +419,11 @@ def test_alpha_shapes_the_shares(make):
     p = np.array([1.0, 4, 16, 64, 256])
     buf = prioritised(make, p, alpha=0.5)
     assert chi2_p(np.bincount(drawn(buf, 100_000), minlength=5), 100_000 * np.array([1, 2, 4, 8, 16]) / 31) > 1e-4
+
+
+@pytest.mark.parametrize("alpha, eps", [(200.0, 1.0), (1.0, 1e39), (2.0, 1e200), (1e308, 1e-8 + 0.5)])
+def test_a_formula_that_gives_new_rows_no_leaf_is_refused(make, alpha, eps):
+    buf = make(**SMALL)
+    with pytest.raises(ValueError, match=r"alpha=.* eps=.*float32"):
+        buf.keep_priorities(alpha, eps)
+    buf.keep_priorities(100.0, 1.0)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 import shmbuf
-from shmbuf import PrioritizedSampler, RandomSampler, ReplayBuffer, ShmStorage, TensorDictReplayBuffer
+from shmbuf import PrioritizedSampler, RandomSampler, ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
 from tests.unit.helpers_priorities import all_priorities, at_rest, no_change, state, total
 
 EXACT = {"alpha": 1.0, "beta": 1.0, "eps": 0.0}
@@ -400,3 +400,34 @@ def test_all_priorities_zero(make_rb):
     with pytest.raises(RuntimeError, match="no row can be drawn: all 2 priorities are 0"):
         rb.sample()
     assert np.array_equal(all_priorities(rb.buffer), [0, 0])
+
+
+@pytest.mark.parametrize("batch", [[], [2, 2]])
+def test_rows_of_another_batch_size_that_carry_priorities(make_rb, batch):
+    rb = make_rb()
+    n = torch.Size(batch).numel()
+    td = TensorDict({"k": torch.arange(n), "td_error": torch.ones(n)}, [n]).reshape(*batch) if batch else None
+    td = td if td is not None else TensorDict({"k": torch.tensor(3), "td_error": torch.tensor(2.0)}, [])
+    for call in (rb.extend, rb.put):
+        with no_change(rb.buffer), pytest.raises(SchemaError, match=r"extend\(\) and put\(\) take a batch"):
+            call(td)
+    with pytest.raises(SchemaError, match=r"add\(\) takes one row"):
+        rb.add(TensorDict({"k": torch.arange(2), "td_error": torch.ones(2)}, [2]))
+
+
+def test_a_handle_that_draws_otherwise_reduces_by_the_largest(make_rb):
+    rb = make_rb()
+    rb.extend(rows(0, 1))
+    p = torch.tensor([[1.0, 4.0], [6.0, 5.0]])
+    with shmbuf.attach(rb.name, sampler=RandomSampler()) as other:
+        other.extend(rows(2, 3, td_error=p))
+        assert all_priorities(rb.buffer)[2:].tolist() == [4, 6]
+        other.update_priority([0, 1], p + 1)
+        assert all_priorities(rb.buffer).tolist() == [5, 7, 4, 6]
+        other.update_tensordict_priority(TensorDict({"row_id": torch.arange(2), "td_error": p}, [2]))
+        assert all_priorities(rb.buffer).tolist() == [4, 6, 4, 6]
+    for handle in (rb, other := shmbuf.attach(rb.name, sampler=RandomSampler())):
+        with no_change(rb.buffer), pytest.raises(ValueError, match=r"priority of shape \[3, 2\] .* 2 rows"):
+            handle.update_priority([0, 1], torch.ones(3, 2))
+        handle.update_priority([], torch.ones(0, 2))
+    other.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tensordict import TensorDict
 import shmbuf
 from shmbuf import (
     CommitPending,
+    MinSize,
     NotEnoughRows,
     RemoteTensorDictReplayBuffer,
     ReplayBuffer,
@@ -21,6 +23,7 @@ from shmbuf import (
     ShmStorage,
     TensorDictReplayBuffer,
 )
+from shmbuf.samplers import SAMPLERS
 from tests.unit.helpers import stuck_drainer, unmoved
 from tests.unit.helpers_torch import SPEC, rows, same
 
@@ -356,3 +359,30 @@ def test_repr_says_what_it_is(rb, make_rb):
     assert "no schema yet" in repr(make_rb(schema=None)) and "not made yet" in repr(ShmStorage(5))
     rb.close()
     assert "closed" in repr(rb)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS.values(), ids=SAMPLERS)
+def test_who_samples_keeps_a_standby(name, kind):
+    sampler = kind(slice_len=2) if "slice" in kind.name else kind()
+    with TensorDictReplayBuffer(storage=ShmStorage(20, name=name), sampler=sampler) as rb:
+        rb.extend(
+            TensorDict({"policy_version": torch.zeros(8), "next": {"done": torch.zeros(8, 1, dtype=torch.bool)}}, [8])
+        )
+        assert not rb.buffer._standby
+        rb.sample(4)
+        assert rb.buffer._standby and any("reader" in m["roles"] for m in rb.buffer.members())
+
+
+@pytest.mark.parametrize("kind", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_samples_waits_share_one_timeout(name, kind):
+    """The limiter lets it through late; then there is no row."""
+    sampler = kind(slice_len=2) if "slice" in kind.name else kind()
+    schema = {"policy_version": torch.float32, "next": {"done": (torch.bool, (1,))}}
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(20, name=name, schema=schema, drain="caller"), sampler=sampler, limiter=MinSize(5)
+    ) as rb:
+        threading.Timer(0.6, lambda: rb.set_limiter(None)).start()
+        since = time.monotonic()
+        with pytest.raises(NotEnoughRows):
+            rb.sample(4, timeout=1.0)
+        assert 0.9 < time.monotonic() - since < 1.5

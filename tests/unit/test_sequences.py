@@ -10,9 +10,14 @@ from tensordict import TensorDict
 
 import shmbuf
 from shmbuf import (
+    ConsumingSampler,
+    NotEnoughRows,
     NStep,
     PrioritizedSampler,
     RandomSampler,
+    RateLimiter,
+    SamplerWithoutReplacement,
+    SchemaError,
     Sequence,
     ShmStorage,
     TensorDictReplayBuffer,
@@ -283,3 +288,116 @@ def test_far_predecessors_are_found(make):
     chain, lens = make(None, data, traj_key="env", capacity=3600).buffer.walk_back([1201, 3000, 600, 3599], 3)
     assert chain.tolist() == [[1201, 1200, 599], [3000, 2399, 2398], [600] * 3, [3599, 3598, 3597]]
     assert lens.tolist() == [3, 3, 1, 3]
+
+
+@pytest.mark.parametrize("shape", [(60, 2), (60, 1, 2), (20, 3, 2)])
+def test_priorities_of_windows_with_more_dimensions_go_to_the_anchors(make, shape):
+    rb = make(Sequence(3), TEN, sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
+    td = rb.sample(20)
+    if shape[1] == 3:
+        td = td.reshape(20, 3)
+    p = torch.where(td["validity_mask"], td["t"] + 10.0, 1e6)
+    td["td_error"] = torch.stack([p, p - 5], -1).reshape(shape)
+    before = rb.buffer.priorities(range(10))
+    rb.update_tensordict_priority(td)
+    after, anchors = rb.buffer.priorities(range(10)), set(td["anchor_index"].flatten().tolist())
+    for i in range(10):
+        last = min(i + 2, 4 if i < 5 else 9)
+        assert after[i] == pytest.approx(last + 10 if i in anchors else before[i], rel=1e-5)
+
+
+def test_priorities_that_fit_no_window_are_refused(make):
+    rb = make(Sequence(3), TEN, sampler=PrioritizedSampler())
+    td = rb.sample(4)
+    before = rb.buffer.priorities(range(10)).tolist()
+    with pytest.raises(ValueError, match=r"priority of shape \[4\] .* 12 rows"):
+        rb.update_tensordict_priority(dict_like(td, torch.ones(4)))
+    assert rb.buffer.priorities(range(10)).tolist() == before
+
+
+def dict_like(td: TensorDict, p: torch.Tensor) -> TensorDict:
+    return TensorDict({**{k: td[k] for k in ("row_id", "anchor_row_id", "validity_mask")}, "td_error": p}, [])
+
+
+def test_what_an_epochs_end_left_out_is_given_back_in_anchors(make):
+    rb = make(Sequence(3), TEN, sampler=SamplerWithoutReplacement())
+    rb.set_limiter(RateLimiter(100.0, error_buffer=1000))
+    assert [rb.sample(4).batch_size[0] for _ in range(3)] == [12, 12, 6]
+    assert rb.buffer.limiter_state()["sampled"] == 10
+
+
+@pytest.mark.parametrize("unit", [Sequence(3), NStep(3)], ids=lambda u: u.name)
+def test_claimed_anchors_stay_when_others_cannot_be_replaced(make, monkeypatch, unit):
+    rb = make(unit, TEN, sampler=ConsumingSampler(shuffle=False), capacity=10)
+    rb.set_limiter(RateLimiter(100.0, error_buffer=1000))
+    real, redrawn = ConsumingSampler.sample, []
+
+    def sample(self, *args, **how):
+        if redrawn:
+            raise NotEnoughRows("no new rows")
+        redrawn.append(1)
+        td = real(self, *args, **how)
+        rb.extend(rows(4, (3,), first=10))  # rows 0 to 3 go
+        return td
+
+    monkeypatch.setattr(ConsumingSampler, "sample", sample)
+    td = rb.sample(8)
+    per = unit.rows_per_anchor
+    assert td.batch_size == (4 * per,) and td["t"][::per].tolist() == [4, 5, 6, 7]
+    if per > 1:
+        assert td["anchor_row_id"][::per].tolist() == [4, 5, 6, 7]
+        assert td["sequence_id"].tolist() == [i for i in range(4) for _ in range(3)]
+        assert td["validity_mask"].tolist() == [True, False, False] + [True] * 9
+    else:
+        assert td["steps_to_next_obs"].flatten().tolist() == [1, 3, 3, 3]
+    assert rb.buffer.limiter_state()["sampled"] == 4
+
+
+def test_no_anchor_left_says_so(make, monkeypatch):
+    rb = make(Sequence(2), TEN, capacity=10)
+    monkeypatch.setattr(
+        "shmbuf.samplers.sequences._Anchors._more", lambda self, n: (_ for _ in ()).throw(NotEnoughRows("none"))
+    )
+    before_the_copy(monkeypatch, lambda: rb.extend(rows(10, (9,), first=10)))
+    with pytest.raises(NotEnoughRows, match="none"):
+        rb.sample(4)
+
+
+@pytest.mark.parametrize("unit", [Sequence(3), NStep(3)], ids=lambda u: u.name)
+def test_an_out_that_does_not_fit_claims_nothing(make, unit):
+    rb = make(unit, TEN, sampler=ConsumingSampler())
+    good = make(unit, TEN).sample(4)
+    mark = "anchor_index" if unit.name == "sequence" else "steps_to_next_obs"
+    for bad in (
+        good[:-1].clone(),
+        good.exclude(mark),
+        good.exclude("t"),
+        good.clone().set("t", torch.zeros(len(good), 2)),
+    ):
+        with pytest.raises(SchemaError, match="out"):
+            rb.sample(4, out=bad)
+    with pytest.raises((ValueError, KeyError)):  # nor does a unit that cannot be
+        TensorDictReplayBuffer.sample(shmbuf.attach(rb.name, sample_unit=Sequence(2, done_key="t")), 4)
+    with (
+        shmbuf.attach(rb.name, sample_unit=NStep(2, reward_key="r")) as other,
+        pytest.raises(KeyError, match="no reward"),
+    ):
+        other.sample(4)
+    with (
+        shmbuf.attach(rb.name, sample_unit=Sequence(2, done_key="t")) as other,
+        pytest.raises(ValueError, match="done_key"),
+    ):
+        other.sample(4)
+    assert rb.sample(4, out=good) is good
+    assert len(rb.sample(6)) == 6 * unit.rows_per_anchor, "none was lost"
+
+
+def test_a_shorter_last_batch_goes_into_the_first_rows_of_out(make):
+    rb = make(Sequence(3), TEN, sampler=SamplerWithoutReplacement(shuffle=False))
+    out = rb.sample(8)
+    got = rb.sample(8, out=out)
+    assert (
+        got.batch_size == (6,)
+        and got["t"].tolist() == [8, 9, 9, 9, 9, 9]
+        and out["t"][:6].tolist() == got["t"].tolist()
+    )

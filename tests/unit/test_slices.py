@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -314,6 +315,43 @@ def test_drop_last(make):
         rb.sample(12)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_with_drop_last_short_trajectories_do_not_hide_the_end_of_a_pass(make, shuffle):
+    sampler = SliceSamplerWithoutReplacement(num_slices=2, drop_last=True, shuffle=shuffle)
+    rb = make(sampler, episodes(*[10, 2] * 5), batch_size=10)
+    for _ in range(5):
+        batches = list(rb)
+        assert [len(b) for b in batches] == [10, 10]
+        assert len({e for b in batches for e in trajectories_of(b)}) == 4, "each once"
+
+
+def test_an_iteration_ends_where_no_batch_is_left_of_a_pass(make):
+    sampler = SliceSamplerWithoutReplacement(slice_len=3, shuffle=False, drop_last=True)
+    rb = make(sampler, episodes(4, 4, 4, 4), capacity=16, batch_size=6)
+    batches = iter(rb)
+    assert trajectories_of(next(batches)) == [0, 1]
+    rb.extend(episodes(11, first=100))  # of trajectory 2 one row is left
+    assert not list(batches) and rb.sampler.ran_out
+    assert trajectories_of(rb.sample()) == [3, 100_000] and rb.sampler.ran_out
+    rb = make(sampler, episodes(4, 4, 4, 4), capacity=16, batch_size=6)
+    assert trajectories_of(rb.sample()) == [0, 1] and not rb.sampler.ran_out
+    rb.extend(episodes(11, first=100))
+    assert trajectories_of(rb.sample()) == [3, 100_000] and rb.sampler.ran_out, "a plain call goes on, and says so"
+
+
+def test_with_drop_last_a_batch_that_loses_slices_on_the_way_is_none(make, monkeypatch):
+    sampler = SliceSamplerWithoutReplacement(slice_len=4, shuffle=False, drop_last=True)
+    rb = make(sampler, episodes(4, 4, 4), capacity=12, batch_size=8)
+    before_the_copy(monkeypatch, lambda: rb.extend(episodes(8, first=100)))
+    assert trajectories_of(rb.sample()) == [2, 100_000]
+
+
+def test_a_pass_takes_no_arguments_about_where_slices_lie():
+    for other in ({"span": True}, {"by": "start"}, {"pad_output": True, "strict_length": False}):
+        with pytest.raises(TypeError, match=next(iter(other))):
+            SliceSamplerWithoutReplacement(slice_len=2, **other)
+
+
 def test_what_comes_and_goes_during_a_pass(make):
     rb = make(SliceSamplerWithoutReplacement(slice_len=3, shuffle=False), episodes(4, 4, 4), capacity=12, batch_size=3)
     assert trajectories_of(rb.sample()) == [0]
@@ -377,6 +415,51 @@ def test_rare_starts_are_found_exactly(make):
         rb.sample(3)
     with pytest.raises(NotEnoughRows, match="longest has 3 rows, slices of 4"):
         rb.set_sampler(PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=4)) or rb.sample(4)
+
+
+def calls(monkeypatch, buffer) -> Counter:
+    """How often which native method was called."""
+    real, counted = buffer._call, Counter()
+    monkeypatch.setattr(buffer, "_call", lambda method, *args: (counted.update([method]), real(method, *args))[1])
+    return counted
+
+
+def test_where_few_rows_may_begin_a_slice_they_are_found_without_looking_at_all(make, monkeypatch):
+    rb = make(PrioritizedSliceSampler(slice_len=50), *[episodes(*[60] * 10)] * 10, capacity=6000)
+    rb.update_priority(torch.arange(6000), torch.rand(6000))
+    counted = calls(monkeypatch, rb.buffer)
+    for _ in range(20):
+        t = rb.sample(64 * 50)["t"].reshape(64, 50)
+        assert (t.diff(dim=1) == 1).all()
+    assert not counted["trajectories"] and counted["choose_by_priority"] <= 20 * 5
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"strict_length": False}, {"span": (0, 1)}, {"strict_length": False, "span": (0, 2)}]
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_the_list_of_all_starts_is_what_looking_at_each_row_says(make, how, together):
+    lengths = [7, 2, 3, 9, 1, 4, 5] * 3
+    rb = make(PrioritizedSliceSampler(alpha=1.0, slice_len=4, **how), capacity=75)
+    if together:
+        rb.extend(episodes(*lengths))
+    else:  # streams in turn, a row each
+        longest = max(lengths)
+        for t in range(longest):
+            at = torch.tensor([i for i, n in enumerate(lengths) if t < n])
+            done = (t + 1 == torch.tensor(lengths)[at]).reshape(-1, 1)
+            data = TensorDict({"t": at * 0 + t, "next": {"done": done, "terminated": done}}, [len(at)])
+            rb.extend(data, stream=at.numpy())
+    lo, hi = rb.buffer.window
+    assert lo > 0, "some have lost their heads"
+    ids, right = np.arange(lo, hi), rb.sampler._beyond(4)[1]
+    found = rb.buffer.walk_forward(ids, 4)[1]
+    legal = rb.sampler._legal(rb.buffer, ids, found, 4, right)
+    p = np.random.default_rng(1).random(hi - lo)
+    rb.buffer.set_priorities(ids, p)
+    starts, leaves = rb.sampler._all_starts(rb.buffer, 4, right)
+    order = np.argsort(starts)
+    assert starts[order].tolist() == ids[legal].tolist() and np.allclose(leaves[order], p[legal], atol=1e-6)
 
 
 def test_by_priority_not_strict_and_spanning(make):
@@ -505,6 +588,46 @@ def test_nothing_found_while_rows_moved_is_not_believed(make, monkeypatch):
 
     monkeypatch.setattr(buf, "_call", call)
     assert buf.draw_slices(5, 6)[1].reshape(5, 6)[:, 0].tolist() == [0] * 5
+
+
+def test_a_window_that_moves_all_the_time_is_not_looked_at_for_ever(make, monkeypatch):
+    buf = make(None, episodes(*[1] * 150), face=ReplayBuffer).buffer
+    real, looks = buf._call, []
+
+    def call(method, *args):
+        if method == "choose_slices":
+            looks.append(1)
+            buf.extend({k: v.numpy() for k, v in episodes(1).items(True, True)})
+        return real(method, *args)
+
+    monkeypatch.setattr(buf, "_call", call)
+    with pytest.raises(NotEnoughRows, match="longest has 1 row"):
+        buf.draw_slices(5, 2)
+    assert len(looks) <= 2
+
+
+def test_one_timeout_for_all_that_a_draw_of_slices_waits_for(make, monkeypatch):
+    buf, given = make(None, episodes(3), face=ReplayBuffer).buffer, []
+    schema, acquire = buf._wait_schema, buf.acquire_samples
+    monkeypatch.setattr(buf, "_wait_schema", lambda t: (time.sleep(0.1), schema(t))[1])
+    monkeypatch.setattr(buf, "acquire_samples", lambda n, t=0.0: (given.append(t), acquire(n, t))[1])
+    since = time.monotonic()
+    with pytest.raises(NotEnoughRows, match=r"after 0\.3 s"):
+        buf.draw_slices(2, 5, timeout=0.3)
+    assert time.monotonic() - since < 0.45 and given[0] < 0.25
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [SliceSampler(slice_len=3), SliceSamplerWithoutReplacement(slice_len=3), PrioritizedSliceSampler(slice_len=3)],
+    ids=lambda s: s.name,
+)
+def test_who_draws_slices_keeps_a_standby(make, sampler):
+    rb = make(sampler, episodes(6))
+    with shmbuf.attach(rb.name) as other:
+        assert not other.buffer._standby
+        other.sample(3)
+        assert other.buffer._standby
 
 
 def test_a_fork_child_draws_slices(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import msgpack
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import shmbuf
-from shmbuf import NotEnoughRows, SchemaError, StalenessAwareSampler
+from shmbuf import Lapped, NotEnoughRows, SchemaError, StalenessAwareSampler
 from shmbuf.samplers import staleness as module
 
 
@@ -194,3 +195,18 @@ def test_rows_that_are_overwritten_meanwhile_are_drawn_anew(make):
         stop.set()
         t.join(30)
     assert not failed
+
+
+def test_rows_that_are_all_being_overwritten_are_not_waited_for_for_ever(make, monkeypatch):
+    rb = make(StalenessAwareSampler(), versions(*range(10)))
+    real = rb.buffer._call
+    monkeypatch.setattr(rb.buffer, "_call", lambda method, *a: 0 if method in ("choose", "fetch") else real(method, *a))
+    for sampler in (StalenessAwareSampler(), StalenessAwareSampler(staleness_weight_fn=lambda s: s + 1)):
+        rb.set_sampler(sampler)
+        since = time.monotonic()
+        with pytest.raises(Lapped, match=r"no row can be read: .* all 1,000 for 1 s; .*drain"):
+            rb.sample(3, timeout=0.1)
+        assert time.monotonic() - since < 20
+    rb.buffer.empty()
+    with pytest.raises(NotEnoughRows, match="empty storage"):
+        rb.sample(3, timeout=0.1)

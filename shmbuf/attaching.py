@@ -1,0 +1,102 @@
+"""`attach`: a replay buffer out of a name; and what is asked of the arguments that it and the constructors take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shmbuf.buffer import Buffer
+from shmbuf.errors import BufferFormatError
+from shmbuf.reading import checked_seed
+from shmbuf.samplers import SAMPLERS, Sampler
+from shmbuf.samplers.sequences import SampleUnit, checked_unit
+
+if TYPE_CHECKING:
+    from shmbuf.replay_buffer import ReplayBuffer
+
+# By name: attaching imports no class of the user's, so a subclass is attached as the one of these that it is made from.
+FACES: dict[str, type[ReplayBuffer]] = {}
+
+
+def positive(batch_size: Any) -> int | None:
+    if batch_size is None:
+        return None
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 0:
+        raise ValueError(f"batch_size={batch_size!r}: a number of rows ≥ 0")
+    return int(batch_size)
+
+
+INTEGERS, REALS = (torch.int64,), (torch.float32, torch.float64)
+
+
+def is_plain(t: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return (
+        type(t) is torch.Tensor
+        and t.dtype in dtypes
+        and t.is_cpu
+        and t.numel() == n
+        and t.is_contiguous()
+        and not t.is_neg()
+    )
+
+
+def checked_sampler(sampler: Any) -> Sampler:
+    if not isinstance(sampler, Sampler) or not isinstance(sampler, tuple(SAMPLERS.values())):
+        known = ", ".join(c.__name__ for c in SAMPLERS.values())
+        raise TypeError(f"sampler is one of {known}, not {type(sampler).__name__}")
+    return sampler
+
+
+def numbers(values: Any, what: str) -> np.ndarray:
+    """Row ids or indices as int64[n]."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{what} of dtype {array.dtype}: integers are needed")
+    return array.reshape(-1).astype(np.int64)
+
+
+def unpickle(cls: type[ReplayBuffer], buffer: Buffer, own: Mapping[str, Any]) -> ReplayBuffer:
+    return cls._over(buffer, {**buffer.config.get("face", {}), **own})
+
+
+def attach(
+    name: str,
+    *,
+    owner: int | None = None,
+    readonly: bool = False,
+    batch_size: int | None = None,
+    sampler: Sampler | None = None,
+    sample_unit: SampleUnit | None = None,
+    seed: int | None = None,
+    timeout: float | None = 0.0,
+) -> ReplayBuffer:
+    """The replay buffer of that name, in any process, at any time: same class, same methods.
+
+    Args:
+        owner: uid of another user whose buffer it is, if its mode lets this one in.
+        readonly: map it read-only: sampling and looking only.
+        batch_size, sampler, sample_unit, seed: of this handle only. The sampler draws itself, no copy of it. Without one, and where
+            a handle is unpickled, one is made of the arguments that the other was made with: what was set afterwards and has no
+            such argument (``consumer_version``, a place in an epoch) stays behind, and functions do (``staleness_weight_fn``).
+        timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
+
+    Raises:
+        BufferNotFound, BufferFormatError, PermissionError. TypeError, ValueError: an argument that is none, or does not fit the buffer.
+    """
+    own: dict[str, Any] = {} if batch_size is None else {"batch_size": positive(batch_size)}
+    if seed is not None:
+        checked_seed(seed)
+    sampler = None if sampler is None else checked_sampler(sampler)
+    unit = None if sample_unit is None else checked_unit(sample_unit)
+    buffer = Buffer.attach(name, owner=owner, readonly=readonly, timeout=timeout)
+    face = buffer.config.get("face") or {}
+    cls = FACES.get(face.get("class", "ReplayBuffer"))
+    if cls is None:
+        buffer.close()
+        raise BufferFormatError(
+            f"buffer {name!r} was made by class {face['class']!r}, which this process does not know"
+        )
+    return cls._over(buffer, {**face, **own, "seed": seed}, sampler, unit)
