@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbuf import failures
+from shmbuf import failures, streams
 from shmbuf._extension import native
 from shmbuf.epochs import Epochs
 from shmbuf.errors import RingFull
@@ -75,7 +75,9 @@ class Buffer(Trajectories, Epochs):
             leaves = as_arrays(rows)
             if count(leaves) == 0:
                 return self._nothing()
-            self._build(Schema.from_leaves(leaves, 1), "the first put", timeout)
+            found = Schema.from_leaves(leaves, 1)
+            self.extras(count(leaves), stream, priorities, found)  # what is refused must not fix the schema
+            self._build(found, "the first put", timeout)
             timeout = left_of(timeout, since)
         if type(rows) is dict and stream is None and priorities is None:
             ticket = self.submit(self._columns, rows, -2, wake, timeout, False)
@@ -90,11 +92,13 @@ class Buffer(Trajectories, Epochs):
         assert ticket is not None, "converted rows fit"
         return ticket
 
-    def extras(self, n: int, stream: Any, priorities: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """For the floors above: what comes with n rows, checked."""
+    def extras(
+        self, n: int, stream: Any, priorities: Any, schema: Schema | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """For the floors above: what comes with n rows, checked; schema: that the buffer would get."""
         of = p = None
         if stream is not None:
-            self._require_streams()
+            self._require_streams(schema)
             of = np.asarray(stream)
             if of.dtype.kind not in "iu" or of.shape not in ((n,), ()):
                 raise ValueError(
@@ -103,18 +107,19 @@ class Buffer(Trajectories, Epochs):
             of = np.ascontiguousarray(np.broadcast_to(of.astype(np.int64), (n,)))
         if priorities is not None:
             p = as_priorities(priorities, n).astype(np.float64, copy=False)
+            bad = np.flatnonzero(~(np.isfinite(p) & (p >= 0)))
+            if len(bad) and self._get("priorities") is not None:
+                raise bad_priority(self, int(bad[0]), float(p[bad[0]]))
         return of, p
 
-    def _require_streams(self) -> None:
-        assert self._schema is not None
-        if not self.marks.keep:
+    def _require_streams(self, schema: Schema | None) -> None:
+        marks = self.marks if schema is None else streams.resolve(schema, self.config.get("streams") or {})
+        if not marks.keep:
             raise ValueError(
                 f"buffer {self.name!r} keeps no trajectories, so rows have no stream: create it with trajectories=True"
             )
-        if self.marks.trajectory is not None:
-            raise ValueError(
-                f"stream= is not needed: rows carry their trajectory in {show_key(self.marks.trajectory.key)}"
-            )
+        if marks.trajectory is not None:
+            raise ValueError(f"stream= is not needed: rows carry their trajectory in {show_key(marks.trajectory.key)}")
 
     def _nothing(self) -> Ticket:
         return Ticket(Nothing, self, same_ids)

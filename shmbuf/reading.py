@@ -218,7 +218,8 @@ class Reading(Attachment):
     def refund_samples(self, n: int) -> None:
         """Give back n rows that were acquired and not drawn."""
         if n > 0 and not self._readonly:  # a read-only handle was given none, and cannot wake anybody
-            self._call("refund_samples", n)
+            with contextlib.suppress(ValueError, StorageLost):  # closed or destroyed meanwhile: nobody counts any more
+                self._call("refund_samples", n)
 
     def _wait_schema(self, timeout: float | None) -> float | None:
         """Returns what is left of timeout."""

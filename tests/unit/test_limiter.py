@@ -494,3 +494,11 @@ def test_what_is_left_of_a_timeout(small):
     t.start()
     assert 0 < buf.acquire_samples(1, 20.0) < 19.8
     assert ended(t)
+
+
+def test_a_refund_hides_no_error(small):
+    buf = small(Queue(4))
+    fill(buf, 4)
+    with pytest.raises(KeyError), buf.sampling(3, 0.0):
+        buf.close()
+        raise KeyError

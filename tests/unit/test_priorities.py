@@ -427,3 +427,14 @@ def test_a_formula_that_gives_new_rows_no_leaf_is_refused(make, alpha, eps):
     with pytest.raises(ValueError, match=r"alpha=.* eps=.*float32"):
         buf.keep_priorities(alpha, eps)
     buf.keep_priorities(100.0, 1.0)
+
+
+def test_a_refused_first_put_does_not_fix_the_schema(make):
+    buf = make(100, schema=None)
+    buf.keep_priorities()
+    for wrong in ({"priorities": [1.0, float("nan")]}, {"priorities": [1.0, -1.0]}, {"stream": "x"}, {"stream": 3}):
+        with pytest.raises((ValueError, TypeError)):
+            buf.put({"x": np.zeros(2)}, **wrong)
+        assert buf.schema is None and len(buf) == 0
+    buf.extend({"y": np.zeros(2, "f4"), "done": np.zeros(2, bool)}, stream=3, priorities=[1.0, 2.0])
+    assert buf.priorities([0, 1]).tolist() == pytest.approx([1.0, 2.0])
