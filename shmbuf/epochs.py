@@ -250,10 +250,11 @@ class EpochReader:
         return got.ended
 
     def _alone(self) -> threading.Lock:
-        """Threads of this process in turn; in a fork child a lock of its own: the parent's may have been held."""
+        """Threads of this process in turn; in a fork child a lock of its own: the parent's may have been held. And an epoch of
+        its own: children would all go on with the same rows."""
         pid = os.getpid()
         if self._lock[0] != pid:
-            self._lock = (pid, threading.Lock())
+            self._lock, self._fresh = (pid, threading.Lock()), True
         return self._lock[1]
 
     # ---- what others chose --------------------------------------------------------------------------------------

@@ -134,6 +134,8 @@ class Priorities(Reading):
             raise bad_priority(self, j, float(p[j]))
         if why == "readonly":
             raise PermissionError("a read-only handle cannot set priorities")
+        if why == "destroyed":
+            raise StorageLost(f"buffer {self.name!r} was destroyed: no priority was set")
         raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
 
     def priorities(self, ids: Any) -> np.ndarray:

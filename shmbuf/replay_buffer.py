@@ -431,15 +431,18 @@ class ReplayBuffer:
             raise RuntimeError("batch_size not specified: iterating needs the constructor's batch_size")
         sampler, first = self._sampler, True
         sampler.ran_out = False
-        while not sampler.ran_out:
-            try:
-                batch = self.sample()
-            except NotEnoughRows:
-                if first or not sampler.ran_out:
-                    raise
-                return
-            first = False
-            yield batch
+        try:
+            while not sampler.ran_out:
+                try:
+                    batch = self.sample()
+                except NotEnoughRows:
+                    if first or not sampler.ran_out:
+                        raise
+                    return
+                first = False
+                yield batch
+        finally:
+            sampler.ran_out = True  # also where the loop was left: the next sample() is nobody's iteration
 
     def __getitem__(self, index: Any) -> Any:
         """Physical indexing, copies: int, slice, list, tensor, mask, or a key (its whole column)."""

@@ -227,7 +227,9 @@ class ShmStorage:
             timeout = self.buffer.config["timeout"]
         since = time.monotonic()
         first = self.buffer.schema is None  # then building it takes of the time
-        leaves, n = self._convert(td, single, priority_key, timeout)
+        leaves, n = self._convert(
+            td, single, priority_key, timeout, lambda n, schema: self.buffer.extras(n, stream, priorities, schema)
+        )
         timeout = left_of(timeout, since) if first else timeout
         if n == 0:
             ticket = self.buffer._nothing()
@@ -239,7 +241,12 @@ class ShmStorage:
         return ticket
 
     def _convert(
-        self, td: Any, single: bool, priority_key: Key | None, timeout: float | None
+        self,
+        td: Any,
+        single: bool,
+        priority_key: Key | None,
+        timeout: float | None,
+        check: Callable[[int, Schema], object],
     ) -> tuple[list[torch.Tensor], int]:
         """Whatever can be taken, plain; else a SchemaError with every difference."""
         if not isinstance(td, TensorDictBase) and not is_tensor_collection(td):
@@ -275,6 +282,7 @@ class ShmStorage:
             if not single and batch[0] == 0:
                 return [], 0
             _check_names(found := Schema.from_leaves(leaves, lead))
+            check(1 if single else batch[0], found)  # what is refused must not fix the schema
             self.buffer._build(found, "the first rows", timeout)
             schema = self.buffer.schema
             assert schema is not None

@@ -57,4 +57,7 @@ def test_kill_stop_and_successor(group):
 
 @pytest.mark.parametrize(("overwritten", "stored"), [(4, 4), (3, 4), (20, 100)])
 def test_a_reader_by_priority_beside_a_stopped_writer(overwritten, stored):
-    run("-c", f"from tests.process.failpoints import stopped_while_rows_are_overwritten as f; f({overwritten}, {stored})")
+    run(
+        "-c",
+        f"from tests.process.failpoints import stopped_while_rows_are_overwritten as f; f({overwritten}, {stored})",
+    )

@@ -616,3 +616,22 @@ def test_rows_are_whole(make):
     buf.extend(rows(0, 100))
     got, ids = buf.epoch().draw(64)
     assert (got["obs"][:, 0] == 8 * ids).all() and (got["next"]["obs"] == got["obs"] + 4).all()
+
+
+def test_a_fork_child_begins_an_epoch_of_its_own(make):
+    import os
+
+    buf = make(1000, schema={"k": "int64"})
+    buf.extend({"k": np.arange(1000)})
+    epoch = buf.epoch()
+    epoch.draw(10)
+    ids = []
+    for _ in range(2):
+        r, w = os.pipe()
+        if not (pid := os.fork()):
+            os.write(w, epoch.draw(50)[1].tobytes())
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        ids.append(np.frombuffer(os.read(r, 4000), np.int64).tolist())
+        os.close(r), os.close(w)
+    assert ids[0] != ids[1] and len(set(ids[0])) == len(set(ids[1])) == 50
