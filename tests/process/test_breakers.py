@@ -417,11 +417,11 @@ def test_the_labels_in_the_headers_are_those_that_can_be_armed():
     used = {
         name
         for f in native.glob("*.h")
-        if f.name not in ("failpoint.h", "priority_tree.h")
+        if f.name != "failpoint.h"
         for name in re.findall(r"FAILPOINT\((\w+)\)", f.read_text())
     }
     known = set(re.findall(r'"(\w+)"', (native / "failpoint.h").read_text().split("kNames[] = {")[1].split("};")[0]))
-    assert used == {n for n in known if not n.startswith("tree_")}
+    assert used == known
 
 
 def test_attach_waits_for_a_name_that_comes(unique_name):
