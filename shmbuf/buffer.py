@@ -108,7 +108,7 @@ class Buffer(Trajectories, Epochs):
         if priorities is not None:
             p = as_priorities(priorities, n).astype(np.float64, copy=False)
             bad = np.flatnonzero(~(np.isfinite(p) & (p >= 0)))
-            if len(bad) and self._get("priorities") is not None:
+            if len(bad) and self._get("wants_priorities"):
                 raise bad_priority(self, int(bad[0]), float(p[bad[0]]))
         return of, p
 

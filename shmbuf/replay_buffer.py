@@ -218,7 +218,7 @@ class ReplayBuffer:
         if len(getattr(td, "batch_size", ())) != (0 if single else 1):  # the storage says so
             return None
         p = td.get(name, None) if is_tensor_collection(td) else None
-        if not isinstance(p, torch.Tensor) or self.buffer._get("priorities") is None:
+        if not isinstance(p, torch.Tensor) or not self.buffer._get("wants_priorities"):
             return None
         n = 1 if single else td.batch_size[0]
         p = self._reduced(p.reshape(1, *p.shape) if single else p, n).expand(n)

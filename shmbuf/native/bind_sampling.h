@@ -269,6 +269,7 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("set_priorities", &set_priorities, "ids"_a, "p"_a, "n"_a, "itemsize"_a, "applied"_a)
       .def("get_priorities", &get_priorities, "ids"_a, "n"_a, "out"_a)
       .def_prop_ro("priorities", &priorities)
+      .def_prop_ro("wants_priorities", [](const H &h) { Handle::Use use(*h); return load(h->segment().control().priorities.formula.low, acquire) != 0; })
       .def("scrub", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
       .def("check_tree", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
       .def("acquire_samples", &acquire_samples, "n"_a, "timeout"_a)

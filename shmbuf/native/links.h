@@ -334,11 +334,6 @@ class Links {
       if (!towards_first(r, lo)) return r.id;
     return kNoRow;
   }
-  bool has_following(u64 id, u64 rows, u64 hi) const {
-    for (Row r = row(id); rows; --rows)
-      if (!forward(r, hi)) return false;
-    return true;
-  }
   // The end in the window that the bit at `slot` stands for; kNoRow if it has moved or gone. One that has moved beyond hi since
   // the window was read leads back into it.
   u64 end_at(u64 slot, u64 lo, u64 hi) const {

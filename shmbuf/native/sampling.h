@@ -123,8 +123,7 @@ template <class Host> class Sampling {
   // May n rows be sampled now? Waits until; who is granted and then draws nothing gives back by refund().
   template <class Check> Status acquire_samples(u64 n, u64 deadline, bool may_wait, Check check) {
     Limiter limiter(s_.control().limiter);
-    h_.granted(0);
-    if (!limiter.params().den) return Status::ok;
+    if (!limiter.params().den) return h_.granted(0), Status::ok;  // not before: another thread may be about to refund
     if (h_.readonly()) return Status::readonly;
     const u64 version = limiter.version();
     if (!limiter.params().could_ever(n)) return Status::never;

@@ -208,8 +208,6 @@ struct World {
           u64 k = i == 3 ? p : rng.below(p + 3);
           CHECK(l.ancestor(id, k, lo) == (k <= p ? ids[p - k] : kNoRow), "%lu rows before %lu there is %lu", k, id, l.ancestor(id, k, lo));
         }
-        u64 k = rng.below(ids.size() - p + 2);
-        CHECK(l.has_following(id, k, hi) == (p + k < ids.size()), "row %lu: %lu more or not", id, k);
         if (rest) CHECK(l.ends().test(id % capacity) == (next == kNoRow), "row %lu: end bit", id);
       }
     }
@@ -441,7 +439,6 @@ static void garbage(u64 seed) {
     u64 id = lo + rng.below(hi - lo), found[] = {l.previous(id, lo), l.following(id, hi), l.ancestor(id, rng.below(50), lo), l.first_live(id, lo), s.draw_end(rng)};
     for (u64 f : found) CHECK(f == kNoRow || (f >= lo && f < hi), "garbage led out of the window");
     CHECK(found[1] == kNoRow || load(l.of(found[1]).prev, relaxed) == found[1] - id, "a follower that does not point back");
-    (void)l.has_following(id, rng.below(1000), hi);
     CHECK(l.previous(lo - 1, lo) == kNoRow && l.following(hi, hi) == kNoRow, "a row outside has neighbours");
     ids[k] = id;
   }
