@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from shmbuf._extension import native
 from shmbuf.errors import Lapped
 from shmbuf.failures import writer_text
 from shmbuf.priorities import check_weighting
@@ -17,18 +18,17 @@ from shmbuf.reading import address_of
 from shmbuf.samplers.base import gather
 from shmbuf.samplers.prioritized import PrioritizedSampler
 from shmbuf.samplers.slices import SliceSampler
-from shmbuf.ticket import left_of
+from shmbuf.ticket import left_of, seconds_of
 from shmbuf.trajectories import MAX_TRIES
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
     from shmbuf.storage import ShmStorage
 
-_LEAST, _SHARE = (
-    4096,
-    64,
-)  # rows drawn by priority for a batch, at least, or this part of the capacity; then all are looked at
+# Rows drawn by priority for a batch: so many, or this part of the capacity; then all are looked at.
+_LEAST, _SHARE = 4096, 64
 _AT_ONCE, _WALKED = 1 << 18, 1 << 21  # ids of one walk; of all walks of a batch
+_NO_COLUMNS = native.Columns()
 
 
 class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
@@ -161,19 +161,13 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
     def _starts(self, buffer: Buffer, n: int, timeout: float | None) -> tuple[np.ndarray, np.ndarray]:
         """n rows by priority and their leaves."""
         ids, leaves = np.zeros(n, np.int64), np.zeros(n, np.float32)
-        give_up = time.monotonic() + 1
-        while buffer._call("choose_by_priority", n, False, address_of(ids), address_of(leaves)) < n:
-            if not len(buffer):
-                buffer.wait_rows(1, timeout)
-            elif time.monotonic() > give_up:  # a transaction is shorter than that
-                if not buffer._get("priorities")["sum"]:
-                    raise RuntimeError(f"no row can be drawn: all {len(buffer):,} priorities are 0")
-                raise Lapped(f"no row can be drawn by priority: {writer_text(buffer)}")
-            else:
-                if not buffer._readonly:
-                    buffer._call("help")
-                time.sleep(1e-3)
-        return ids, leaves
+        to = (address_of(ids), 0, address_of(leaves))
+        for _ in range(MAX_TRIES):
+            if buffer._call("choose_by_priority", n, False, to[0], to[2]) == n:
+                return ids, leaves
+            # Draw one row, of no column: that waits, or says why there is none.
+            buffer.draw_by_priority_into(_NO_COLUMNS, [], 1, *to, 0.0, False, "buffer", seconds_of(timeout))
+        raise Lapped(f"no {n:,} rows can be drawn by priority: {writer_text(buffer)}")
 
     def _all_starts(self, buffer: Buffer, length: int, right: int) -> tuple[np.ndarray, np.ndarray]:
         """All rows where a slice may begin now, and their leaves, float64: of each trajectory all but its last ones."""

@@ -132,3 +132,14 @@ def test_prioritized_slices_travel(make):
     other.close()
     with pytest.raises(ValueError, match="max_capacity=100"):
         make(PrioritizedSliceSampler(100, slice_len=3))
+
+
+def test_where_all_priorities_are_0_it_is_said_at_once(make, monkeypatch):
+    rb = make(PrioritizedSliceSampler(alpha=1.0, eps=0.0, slice_len=2), episodes(4, 4), batch_size=4)
+    rb.buffer.set_priorities(range(8), 0.0)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
+    with pytest.raises(RuntimeError, match="all 8 priorities are 0"):
+        rb.sample(timeout=None)
+    rb.empty()
+    with pytest.raises(NotEnoughRows):
+        rb.sample()
