@@ -102,6 +102,7 @@ class EpochReader:
         if order is not None:
             buffer.refund_samples(n - len(order))
             out, ids = [a[order] for a in out], ids[order]
+        buffer.count_drawn(ids)
         return nest(buffer._schema.keys, out), ids  # type: ignore[union-attr]
 
     def draw_into(
@@ -425,6 +426,7 @@ class Epochs(Priorities):
 
         with self.sampling(n, left_of(timeout, since)):
             ids = self.newest_into(n, fetch, timeout, since)
+        self.count_drawn(ids)
         return nest(self._schema.keys, out), ids  # type: ignore[union-attr]
 
     def newest_into(self, n: int, fetch: Fetch, timeout: float | None, since: float | None = None) -> np.ndarray:

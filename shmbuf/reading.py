@@ -74,6 +74,8 @@ class Reading(Attachment):
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
         ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
+        who died: ``collectors_died``, ``writers_died``, ``readers_died`` (see :meth:`events`); by all processes:
+        ``sampled_batches``, ``sampled_rows`` (see :meth:`ages`); ``replay_ratio`` (rows sampled per row stored);
         ``streams_cut`` (trajectories ended because a collector's table of streams was full); ``priorities_set``,
         ``priorities_stale`` (dropped, the row was overwritten); ``priorities``: None, or ``alpha``, ``eps``, ``sum`` and ``min``
         of the leaves, ``new_row`` (the priority it gets), ``scrubs`` (after an updater's death); ``limiter``: None, or its
@@ -88,6 +90,7 @@ class Reading(Attachment):
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,
+            "replay_ratio": c["sampled_rows"] / c["rows_total"] if c["rows_total"] else 0.0,
             "priorities": p,
             "limiter": figures(self._call("limiter", 1)),
         }
@@ -97,8 +100,38 @@ class Reading(Attachment):
         return self._call("collectors")
 
     def members(self) -> list[dict[str, Any]]:
-        """One dict per attached process: pid, command, roles, alive."""
+        """One dict per attached process: pid, command, roles, alive; ``waits_for`` (None, "rows", "schema", "room" in its ring,
+        "commit", "limiter") and for how many ``waiting_seconds``; ``sampled_batches``, ``sampled_rows``."""
         return self._call("members")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last deaths (at most 32), oldest first: ``number``, ``kind`` ("collector_died", "writer_died", "reader_died"), ``pid``,
+        ``command``, ``at`` (unix time when it was noticed); ``rows`` that still lay in the collector's ring, or of the transaction
+        that was finished for the writer; ``seconds`` from the writer's last sign of life to the take-over."""
+        return self._call("events")
+
+    def ages(self) -> dict[str, Any]:
+        """How old the rows were that all processes have drawn, an age being the rows stored after one.
+
+        ``sampled``: 64 counts, of ages of k bits (0; 1; 2–3; 4–7 …); ``sum`` of the ages; ``staleness_sum`` over
+        ``staleness_rows`` rows, in policy versions, of `StalenessAwareSampler`; ``clock``: (row id, seconds ago), oldest first: when
+        the buffer had got how far.
+        """
+        return self._call("ages")
+
+    def check(self) -> dict[str, Any]:
+        """Is the segment sound: header, cursors, rings, sums of priorities, links of trajectories? Reads only, from any process, at
+        any time; takes about 50 ns a row.
+
+        Returns:
+            findings: what is wrong, one text each; quiet: nothing changed meanwhile, so that also what holds only at rest was
+            checked; checked: how many of what.
+        """
+        return self._call("audit")
+
+    def count_drawn(self, ids: np.ndarray) -> None:
+        """For the floors above: these int64 ids were handed out, negative ones left out. For the statistics."""
+        self._call("count_drawn", address_of(ids), len(ids))
 
     # ---- reading ------------------------------------------------------------------------------------------------
 

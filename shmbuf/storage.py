@@ -525,6 +525,7 @@ class Gathering:
         )
 
     def tensordict(self, ids: np.ndarray) -> TensorDict:
+        self._storage.buffer.count_drawn(ids)
         row_id, index = self._leaves[-2:]
         row_id.copy_(torch.from_numpy(ids))
         torch.remainder(row_id, self._storage.buffer.capacity, out=index)

@@ -98,6 +98,7 @@ class Trajectories(Reading):
             kept = (np.arange(length) < lens[:, None]).reshape(-1)
             ids, out = ids[kept], [a[kept] for a in out]
             self.refund_samples(n * length - len(ids))
+        self.count_drawn(ids)
         return nest(self._schema.keys, out), ids, lens  # type: ignore[union-attr]
 
     def choose_slices(

@@ -54,6 +54,10 @@ nb::dict counters(const H &h) {
   d["writer_pid"] = load(c.writer_pid, relaxed);
   u64 beat = load(c.last_transaction_ns, relaxed), t = now_ns();
   d["writer_age"] = beat ? double(t > beat ? t - beat : 0) * 1e-9 : -1.0;
+  const Journal &j = s.journal();
+  d["collectors_died"] = load(j.died[kCollectorDied], relaxed), d["writers_died"] = load(j.died[kWriterDied], relaxed);
+  d["readers_died"] = load(j.died[kReaderDied], relaxed);
+  d["sampled_batches"] = load(j.batches, relaxed), d["sampled_rows"] = load(j.rows, relaxed);
   d["writer_active"] = h->role().held_here() || (h->lock_fd() >= 0 && byte_is_held(h->lock_fd(), kLockWriter));
   return d;
 }
@@ -107,10 +111,71 @@ nb::list members(const H &h, int own) {
       if (roles & (1u << k)) r.append(names[k]);
     d["roles"] = r;
     d["slot"] = slot ? nb::cast(slot - 1) : nb::none();
+    const u32 waits = load(m.waits_for, relaxed);
+    const u64 since = load(m.waiting_since_ns, relaxed), now = now_ns();
+    const char *waiting[] = {"", "rows", "schema", "room", "commit", "limiter"};
+    const bool asleep = waits && waits < std::size(waiting);
+    d["waits_for"] = asleep ? nb::cast(waiting[waits]) : nb::none();
+    d["waiting_seconds"] = asleep && now > since ? double(now - since) * 1e-9 : 0.0;
+    d["sampled_batches"] = load(m.sampled_batches, relaxed), d["sampled_rows"] = load(m.sampled_rows, relaxed);
     d["alive"] = int(i) == own || byte_is_held(h->lock_fd(), lock_member(i));
     out.append(d);
   }
   return out;
+}
+nb::dict ages(const H &h) {
+  Handle::Use use(*h);
+  const Journal &j = h->segment().journal();
+  nb::dict d;
+  nb::list bins, clock;
+  for (u64 k = 0; k < Journal::kAges; ++k) bins.append(load(j.ages[k], relaxed));
+  d["sampled"] = bins, d["sum"] = load(j.age_sum, relaxed);
+  d["staleness_sum"] = load(j.staleness_sum, relaxed), d["staleness_rows"] = load(j.staleness_rows, relaxed);
+  const u64 n = load(j.n_marks, acquire), now = now_ns();
+  u64 last = 0;
+  for (u64 k = n > Journal::kMarks - 1 ? n - (Journal::kMarks - 1) : 0; k < n; ++k) {  // not the one that may be being written
+    const Journal::Mark &m = j.marks[k % Journal::kMarks];
+    const u64 end = load(m.end, relaxed), ns = load(m.ns, relaxed);
+    if (end < last || ns > now) continue;
+    clock.append(nb::make_tuple(last = end, double(now - ns) * 1e-9));
+  }
+  d["clock"] = clock;
+  return d;
+}
+nb::list events(const H &h) {
+  Handle::Use use(*h);
+  const Journal &j = h->segment().journal();
+  nb::list out;
+  const u64 n = load(j.n_events, acquire);
+  const char *kinds[] = {"", "collector_died", "writer_died", "reader_died"};
+  for (u64 k = n > Journal::kEvents ? n - Journal::kEvents : 0; k < n; ++k) {
+    const Event &at = j.events[k % Journal::kEvents];
+    if (load(at.seq, acquire) != k + 1) continue;
+    const Event e = at;
+    fence(acquire);
+    if (load(at.seq, relaxed) != k + 1 || !e.kind || e.kind >= kEventKinds) continue;
+    nb::dict d;
+    d["number"] = k, d["kind"] = kinds[e.kind], d["pid"] = e.pid, d["at"] = double(e.at_ns) * 1e-9;
+    d["command"] = nb::steal(PyUnicode_DecodeUTF8(e.comm, Py_ssize_t(strnlen(e.comm, sizeof e.comm)), "replace"));
+    d["rows"] = e.rows, d["seconds"] = double(e.ns) * 1e-9;
+    out.append(d);
+  }
+  return out;
+}
+nb::dict audit(const H &h) {
+  Handle::Use use(*h);
+  std::optional<Auditor> a;
+  {
+    nb::gil_scoped_release r;
+    a.emplace(h->audit());
+  }
+  nb::dict d, checked;
+  nb::list findings;
+  for (auto &f : a->findings) findings.append(f);
+  checked["rings"] = a->rings, checked["records"] = a->records, checked["rows"] = a->rows, checked["leaves"] = a->leaves;
+  checked["nodes"] = a->nodes, checked["links"] = a->links, checked["trajectories"] = a->trajectories;
+  d["quiet"] = a->quiet, d["findings"] = findings, d["checked"] = checked;
+  return d;
 }
 
 }  // namespace

@@ -21,8 +21,9 @@ template <class Draw> int draw_into(const H &h, u64 n, u64 ids, u64 slots, Draw 
     nb::gil_scoped_release r;
     s = draw(true);
   }
+  auto *id = reinterpret_cast<const u64 *>(ids);
+  if (s == Status::ok) h->count_drawn(id, n);
   if (s == Status::ok && slots) {
-    auto *id = reinterpret_cast<const u64 *>(ids);
     auto *slot = reinterpret_cast<u64 *>(slots);
     u64 capacity = h->segment().capacity;
     for (u64 j = 0; j < n; ++j) slot[j] = id[j] % capacity;

@@ -1,6 +1,7 @@
 // One attachment of one process to one segment: the mapping, the one descriptor that carries its locks, its ring, its tickets
 // and its drain thread. Everything above it (module.cpp, Python) only converts.
 #pragma once
+#include "audit.h"
 #include "role.h"
 #include "sampling.h"
 #include "segment.h"
@@ -78,6 +79,22 @@ class Handle {
   void add_role(u32 role) {
     if (member_ >= 0) std::atomic_ref<u32>(s_.member(u32(member_)).roles).fetch_or(role, relaxed);
   }
+  Member *own_entry() { return member_ >= 0 ? &s_.member(u32(member_)) : nullptr; }
+  void count_drawn(const u64 *ids, u64 n) {
+    if (!readonly_ && n) Chronicle(s_).drawn(ids, n, own_entry());
+  }
+  // Around a wait: whoever looks at the segment sees what this process sleeps for. on() before each sleep.
+  struct Waiting {
+    Member *m;
+    bool told = false;
+    explicit Waiting(Handle &h) : m(h.own_entry()) {}
+    void on(Waits what) {
+      if (!m) return;
+      if (!told) store(m->waiting_since_ns, now_ns(), relaxed), told = true;
+      store(m->waits_for, u32(what), relaxed);
+    }
+    ~Waiting() { if (told) store(m->waits_for, u32(kNothing), relaxed); }
+  };
   // Every operation runs under a Use, so that close() never unmaps below one. The last Use of a closed handle takes it down:
   // a signal handler may close the handle whose wait it interrupts.
   struct Use {
@@ -203,7 +220,7 @@ class Handle {
   }
   // Until every record of the ticket is committed and can be drawn.
   template <class Check> Status wait(TicketState &ticket, u64 deadline, Check check) {
-    for (;;) {
+    for (Waiting waiting(*this);;) {
       if (resolve(ticket)) return Status::ok;
       Slot &slot = s_.slot(u32(slot_));
       u64 end = ticket.pieces.back().end;
@@ -213,7 +230,7 @@ class Handle {
       if (Status s = abandoned(deadline, check); s != Status::ok) return s;
       const u32 armed = arm(slot.wait);  // pairs with publish() in transaction.h
       role_.help(met);  // once more, armed: a hand-over before we were would have woken nobody (models/role.pml -DRETRY)
-      if (!met()) futex_wait(slot.wait, armed, deadline);
+      if (!met()) waiting.on(kForCommit), futex_wait(slot.wait, armed, deadline);
     }
   }
   // Without sleeping: look, help with little, look. For callers that keep the GIL.
@@ -248,7 +265,7 @@ class Handle {
   // Until at least `rows` rows are stored.
   template <class Check> Status wait_rows(u64 rows, u64 deadline, Check check) {
     if (destroyed()) return Status::destroyed;
-    for (;;) {
+    for (Waiting waiting(*this);;) {
       bool built = ready();
       if (built && size() >= rows) return Status::ok;
       if (built && !readonly_) role_.help([&] { return size() >= rows; });
@@ -258,6 +275,7 @@ class Handle {
         nap(1'000'000);
         continue;
       }
+      waiting.on(built ? kForRows : kForSchema);
       u32 &word = built ? s_.control().data_wait : s_.control().ready_wait;
       const u32 armed = arm(word);  // pairs with publish() in transaction.h and build() in segment.h
       if (built) role_.help([&] { return size() >= rows; });  // once more, armed: see wait()
@@ -284,6 +302,11 @@ class Handle {
     return forked_ ? Status::forked : Status::ok;  // a handler may have forked: in the child this call is nobody's
   }
   void nap(u64 ns) { futex_wait(stop_, 0, kForever, ns); }
+  Auditor audit() {
+    Auditor a(s_, file_);
+    a.run(ready(), [&] { nap(10'000'000); });
+    return a;
+  }
 
   // ---- draining ----
   // What the rings hold now; not what others go on putting.
@@ -300,6 +323,7 @@ class Handle {
   WriterRole &role() { return role_; }
   u32 sweep() {
     std::lock_guard<std::mutex> guard(mutex_);
+    if (lock_fd_ >= 0 && !readonly_) Registry(s_, lock_fd_).bury_members(member_);
     if (struct stat st; lock_fd_ >= 0 && fstat(lock_fd_, &st) == 0) {
       if (!st.st_nlink && linked_ && !destroyed()) mark_destroyed();  // whoever removed the name was killed before he said so
     }
@@ -408,6 +432,7 @@ class Handle {
     auto room = [&] { return producer_.has_room(need); };
     u64 began = now_ns(), patience = deadline;
     Status out = Status::ok;
+    Waiting waiting(*this);
     for (bool first = true;; first = false) {
       role_.help(room);
       if (room()) break;
@@ -430,7 +455,7 @@ class Handle {
       if (out != Status::ok) break;
       const u32 armed = arm(slot.wait);  // pairs with publish() in transaction.h
       role_.help(room);  // once more, armed: see wait()
-      if (!room()) futex_wait(slot.wait, armed, patience);
+      if (!room()) waiting.on(kForRoom), futex_wait(slot.wait, armed, patience);
     }
     bump(slot.blocked_ns, now_ns() - began);
     return out == Status::timeout ? Status::full : out;
@@ -493,6 +518,7 @@ class Handle {
           nap(kSlice);
           if (ready() && Writer::runnable(s_)) help();
           if (ready()) mend();
+          if (++d.idle % 50 == 0) sweep();  // nobody else may be there to tell of the dead
         }
       } catch (const std::exception &) {  // a damaged Built: readers and collectors report it; there is nothing to drain
         nap(kSlice);

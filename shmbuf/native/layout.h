@@ -3,7 +3,8 @@
 //
 //   0        Header      4 KiB   immutable once the name exists, but for Built, immutable once Control.state == kReady
 //   4 KiB    Control     4 KiB   hot words: commit_seq, reserve, cursor, wait words …
-//   8 KiB    config blob         msgpack: how to rebuild the handle (class, batch size, sampler …)
+//   8 KiB    Journal     8 KiB   who died, how fast rows come, how old those drawn are: for people, nothing depends on it
+//   16 KiB   config blob         msgpack: how to rebuild the handle (class, batch size, sampler …)
 //   …        Member[max_members] who is attached, for people to read
 //   …        Slot[max_collectors] one ring's words and its owner
 //   …        CommitBlock[2]      the plan and the truth, selected by commit_seq & 1
@@ -20,7 +21,7 @@
 namespace shmbuf {
 
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
-inline constexpr u32 kVersionMajor = 1, kVersionMinor = 0;
+inline constexpr u32 kVersionMajor = 2, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
 
@@ -89,6 +90,7 @@ struct Control {
   alignas(128) u32 writer_wait;   // futex: the drain thread sleeps
   alignas(128) u32 data_wait;     // futex: somebody waits for rows
   alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
+  u64 writer_since_ns;            // when it was taken; 0: given back. Whoever takes it and finds another number buries the dead
   u64 takeovers, transactions, last_transaction_ns;
   u64 streams_cut;                // trajectories ended because a collector's table of streams was full
   Priorities priorities;
@@ -96,6 +98,32 @@ struct Control {
   SharedEpoch epochs[4];          // one for each kind of sampling without replacement that readers share
 };
 static_assert(sizeof(Control) <= kPage);
+
+// ---- what happened ---------------------------------------------------------------------------------------------
+enum EventKind : u32 { kCollectorDied = 1, kWriterDied = 2, kReaderDied = 3, kEventKinds = 4 };
+struct Event {
+  u64 seq;                        // its number + 1, stored last; 0 while it is being written
+  u64 key;                        // of this death: one that is noticed again, because who noticed it was killed, is told once
+  u64 at_ns;                      // wall clock
+  u64 rows, ns;                   // journal.h
+  u32 kind, pid;
+  char comm[16];
+};
+static_assert(sizeof(Event) == 64);
+struct Journal {
+  static constexpr u64 kEvents = 32, kMarks = 64, kAges = 64;
+  alignas(128) u64 n_events;                                     // anyone
+  u64 died[kEventKinds];
+  Event events[kEvents];
+  struct Mark { u64 end, ns; };                                  // the cursor, CLOCK_MONOTONIC
+  alignas(128) u64 n_marks;                                      // one every 32nd of the capacity: two capacities are remembered   writer
+  Mark marks[kMarks];
+  alignas(128) u64 batches;                                      // drawn, by all processes                                           anyone
+  u64 rows, age_sum, staleness_sum, staleness_rows;
+  u64 ages[kAges];                                               // rows drawn, by the bit length of their age: how many rows were stored after it
+};
+inline constexpr u64 kJournalBytes = 2 * kPage;
+static_assert(sizeof(Journal) <= kJournalBytes);
 
 // ---- who is attached -------------------------------------------------------------------------------------------
 struct Owner {                    // recorded for people to read, never trusted: liveness is the lock byte
@@ -105,16 +133,19 @@ struct Owner {                    // recorded for people to read, never trusted:
   u64 since_ns;                   // wall clock
   char comm[16];
 };
-enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16 };
+enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kBuried = 1u << 31 };
+enum Waits : u32 { kNothing = 0, kForRows, kForSchema, kForRoom, kForCommit, kForLimiter };
 // word = incarnation << 8 | SlotState. Whoever changes it holds the lock byte.
 enum SlotState : u64 { kFree = 0, kActive = 1, kClosed = 2 };
 struct Member {
   u64 word;
   u32 roles, slot_plus_1;
   Owner owner;
-  u8 pad_[128 - 16 - sizeof(Owner)];
+  alignas(128) u64 sampled_batches;
+  u64 sampled_rows, waiting_since_ns;
+  u32 waits_for;                  // Waits; of threads of one handle the last that went to sleep
 };
-static_assert(sizeof(Member) == 128);
+static_assert(sizeof(Member) == 256);
 
 struct Slot {
   alignas(128) u64 tail;          // the commit point of the ring: bytes before it are whole records      collector
@@ -125,6 +156,7 @@ struct Slot {
   alignas(128) u32 wait;          // futex: the collector waits for room or for its commit
   alignas(128) u64 word;          // incarnation << 8 | SlotState                                          lock holder
   u64 put_at_claim, stored_at_claim, skipped_at_claim, dropped_at_claim, refused_at_claim, blocked_at_claim;  // what this incarnation started from
+  u64 orphaned;                   // rows in the ring when its owner's death was noticed, + 1; 0: it was not                 sweeper
   Owner owner;
 };
 static_assert(sizeof(Slot) == 512);
@@ -176,6 +208,7 @@ struct Segment {                  // addresses in this process; built by attach 
   const Header &header() const { return *reinterpret_cast<const Header *>(map); }
   Header &header() { return *reinterpret_cast<Header *>(map); }
   Control &control() const { return *reinterpret_cast<Control *>(map + header().control_offset); }
+  Journal &journal() const { return *reinterpret_cast<Journal *>(map + header().control_offset + kPage); }
   Member &member(u32 i) const { return reinterpret_cast<Member *>(map + header().members_offset)[i]; }
   Slot &slot(u32 i) const { return reinterpret_cast<Slot *>(map + header().slots_offset)[i]; }
   CommitBlock &block(u64 seq) const {

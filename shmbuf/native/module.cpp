@@ -170,6 +170,11 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("add_role", [](const H &h, u32 role) { Handle::Use use(*h); h->add_role(role); }, "role"_a)
       .def("counters", &counters)
       .def("collectors", &collectors)
+      .def("ages", &ages)
+      .def("events", &events)
+      .def("audit", &audit)
+      .def("count_drawn", [](const H &h, u64 ids, u64 n) { Handle::Use use(*h); if (h->ready()) h->count_drawn(reinterpret_cast<const u64 *>(ids), n); }, "ids"_a, "n"_a)
+      .def("count_stale", [](const H &h, u64 sum, u64 rows) { Handle::Use use(*h); if (!h->readonly()) Chronicle(h->segment()).stale(sum, rows); }, "sum"_a, "rows"_a)
       .def("members", [](const H &h) { return members(h, h->member()); })
       .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); h->mark_destroyed(); })
       .def("close", [](const H &h) { nb::gil_scoped_release r; h->close(); });

@@ -17,6 +17,7 @@
 #pragma once
 #include "failpoint.h"
 #include "layout.h"
+#include "random.h"
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -141,17 +142,38 @@ class PriorityTree {
     }
     return drawn;
   }
-  // How many nodes differ from what their children say: 0 at rest.
+  // f(level, index, print) for every node that differs from what its children say: none at rest. As long as its print stays the
+  // same, neither the node nor a child has changed.
+  template <class F> void each_stale(F f) const {
+    u64 print;
+    for (u32 l = 0; l < levels_; ++l)
+      for (u64 i = 0; i < count_[l]; ++i)
+        if (is_stale(l, i, print)) f(l, i, print);
+  }
+  bool is_stale(u32 l, u64 i, u64 &print) const {
+    const Pair is{load(level_[l][i].low, seq_cst), load(level_[l][i].high, seq_cst)}, should = fold(l, i);
+    print = mix64(mix64(is.low ^ mix64(is.high)) ^ mix64(should.low ^ mix64(should.high)));
+    bool stale = is.low != should.low || u32(is.high) != u32(should.high);
+    if (keeps_max_) {
+      const u64 top = load(top_[l][i], seq_cst);
+      const float most_now = most(l, i);
+      print = mix64(print ^ mix64(top ^ std::bit_cast<u32>(most_now))), stale |= low_float(top) != most_now;
+    }
+    return stale;
+  }
   u64 check() const {
     u64 wrong = 0;
-    for (u32 l = 0; l < levels_; ++l)
-      for (u64 i = 0; i < count_[l]; ++i) {
-        Pair is = level_[l][i], should = fold(l, i);
-        wrong += is.low != should.low || u32(is.high) != u32(should.high);
-        wrong += keeps_max_ && low_float(top_[l][i]) != most(l, i);
-      }
+    each_stale([&](u32, u64, u64) { ++wrong; });
     return wrong;
   }
+  u64 nodes() const {
+    u64 n = 0;
+    for (u32 l = 0; l < levels_; ++l) n += count_[l];
+    return n;
+  }
+  // Of a slot: the leaf, and whether it belongs to this row.
+  float leaf(u64 slot) const { return low_float(load(leaf_[slot], acquire)); }
+  bool is_of(u64 id) const { return (load(leaf_[id % capacity_], acquire) & kGeneration) == generation(id); }
 
  private:
   using i32 = std::int32_t;

@@ -6,8 +6,7 @@
 // Whoever changes a word holds its byte, so a claim killed half-way leaves FREE and a sweep killed half-way is repeated.
 // The same description never excludes itself: a handle skips its own bytes and serialises its threads by a mutex.
 #pragma once
-#include "failpoint.h"
-#include "layout.h"
+#include "journal.h"
 #include <cstdio>
 #include <cstdlib>
 #include <fcntl.h>
@@ -44,11 +43,6 @@ inline bool byte_is_held(int fd, i64 at) {
   return fcntl(fd, F_OFD_GETLK, &l) == 0 && l.l_type != F_UNLCK;
 }
 
-inline u64 wall_ns() {
-  timespec t;
-  clock_gettime(CLOCK_REALTIME, &t);
-  return u64(t.tv_sec) * 1'000'000'000ull + u64(t.tv_nsec);
-}
 // /proc/PID/stat field 22; 0 if there is no such process. The command may hold anything, so count from the last ')'.
 inline u64 process_start_ticks(u32 pid) {
   char path[40], text[1024];
@@ -98,11 +92,13 @@ class Registry {  // call with the handle's registry mutex held
         u64 word = load(m.word, acquire);
         if ((word_state(word) == kFree) != (pass == 0) || !lock_byte(fd_, lock_member(i), F_WRLCK)) continue;
         word = load(m.word, acquire);
+        bury(m, word);
         store(m.word, make_word(word_incarnation(word), kFree), release);
         fence(release);
         m.owner = me;
         store(m.roles, roles, relaxed);
-        store(m.slot_plus_1, 0u, relaxed);
+        store(m.slot_plus_1, 0u, relaxed), store(m.waits_for, u32(kNothing), relaxed);
+        store(m.sampled_batches, u64(0), relaxed), store(m.sampled_rows, u64(0), relaxed);
         store(m.word, make_word(word_incarnation(word) + 1, kActive), release);
         return int(i);
       }
@@ -143,7 +139,7 @@ class Registry {  // call with the handle's registry mutex held
       store(slot.refused_at_claim, load(slot.refused_rows, relaxed), relaxed);
       store(slot.blocked_at_claim, load(slot.blocked_ns, relaxed), relaxed);
       store(slot.skip_to, u64(0), relaxed);
-      store(slot.clear_to, u64(0), relaxed);
+      store(slot.clear_to, u64(0), relaxed), store(slot.orphaned, u64(0), relaxed);
       store(slot.wait, 0u, relaxed);
       Control &c = s_.control();
       for (u32 seen = load(c.n_slots, relaxed); seen < i + 1 && !compare_exchange(c.n_slots, seen, i + 1, seq_cst);) {}
@@ -170,11 +166,19 @@ class Registry {  // call with the handle's registry mutex held
     u32 freed = 0, n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) {
       Slot &slot = s_.slot(i);
-      if (int(i) == own_slot || word_state(load(slot.word, acquire)) == kFree || !drained(slot)) continue;
+      if (int(i) == own_slot || word_state(load(slot.word, acquire)) == kFree) continue;
+      if (!drained(slot)) {
+        if (word_state(load(slot.word, acquire)) == kActive && !load(slot.orphaned, relaxed) && !byte_is_held(fd_, lock_slot(i))) store(slot.orphaned, waiting_rows(i) + 1, relaxed);
+        continue;
+      }
       if (!lock_byte(fd_, lock_slot(i), F_WRLCK)) continue;  // its owner lives
       u64 word = load(slot.word, acquire);
       FAILPOINT(sweep_locked);
       if (word_state(word) != kFree && drained(slot)) {
+        if (word_state(word) == kActive) {
+          const u64 rows = load(slot.orphaned, relaxed);
+          Chronicle(s_).died(kCollectorDied, word ^ u64(i) << 48, slot.owner.pid, slot.owner.comm, rows ? rows - 1 : 0, 0);
+        }
         fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_stride));
         store(slot.word, make_word(word_incarnation(word), kFree), release);
         FAILPOINT(sweep_freed);
@@ -184,8 +188,29 @@ class Registry {  // call with the handle's registry mutex held
     }
     return freed;
   }
+  void bury_members(int own) {  // tell of each death once; the entry stays until its room is needed
+    for (u32 i = 0; i < s_.header().max_members; ++i) {
+      Member &m = s_.member(i);
+      if (int(i) == own || word_state(load(m.word, acquire)) == kFree || load(m.roles, relaxed) & kBuried) continue;
+      if (!lock_byte(fd_, lock_member(i), F_WRLCK)) continue;
+      bury(m, load(m.word, acquire));
+      unlock_byte(fd_, lock_member(i));
+    }
+  }
 
  private:
+  void bury(Member &m, u64 word) {  // with its byte held
+    const u32 roles = load(m.roles, relaxed);
+    if (word_state(word) == kFree || roles & kBuried) return;
+    if (!(roles & kCollector)) Chronicle(s_).died(kReaderDied, word ^ m.owner.since_ns, m.owner.pid, m.owner.comm, 0, 0);  // a collector's slot tells of it
+    store(m.roles, roles | kBuried, relaxed);
+  }
+  u64 waiting_rows(u32 i) const {
+    const CommitBlock &truth = s_.block(load(s_.control().commit_seq, acquire));
+    const BlockSlot e = i < truth.n_slots ? truth.slot[i] : BlockSlot{};
+    const u64 put = load(s_.slot(i).put_rows, relaxed), done = e.stored_rows + e.skipped_rows;
+    return put > done ? put - done : 0;
+  }
   static bool drained(const Slot &slot) { return load(slot.head_pub, acquire) == load(slot.tail, acquire); }
   i64 ring_offset(u32 i) const { return i64(s_.header().built.rings_offset + u64(i) * s_.ring_stride); }
   int fund_ring(u32 i) {

@@ -29,6 +29,14 @@ inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
 }
 inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<Record *>(ring + (at & (size - 1))); }
 
+// A record that this build of the layout could have written; anything else means damaged memory. `room`: bytes up to the tail.
+inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes) {
+  if (r.bytes > room || r.bytes < sizeof(Record) || r.bytes > ring_bytes / 2) return false;
+  if (r.kind == kClear) return r.bytes == sizeof(Record);
+  return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves)) &&
+         r.bytes == record_bytes(r.n_rows, row_bytes, r.flags);
+}
+
 // The collector's end. Private positions; one thread at a time (handle.h catches a second one).
 class Producer {
  public:

@@ -26,11 +26,20 @@ class WriterRole {
       return false;
     }
     Control &c = s_.control();
+    const u64 now = now_ns();
+    if (u64 since = load(c.writer_since_ns, relaxed)) {  // whoever held it died with it
+      const u64 sign = std::max(since, load(c.last_transaction_ns, relaxed));
+      Chronicle log(s_);
+      const u32 pid = load(c.writer_pid, relaxed);
+      log.died(kWriterDied, since, pid, log.comm_of(pid), Writer(s_).unfinished(), now > sign ? now - sign : 0);
+    }
     store(c.writer_pid, pid_, relaxed);
+    store(c.writer_since_ns, now, relaxed);
     FAILPOINT(role_taken);
     return true;
   }
   void give_back() {
+    store(s_.control().writer_since_ns, u64(0), relaxed);
     unlock_byte(fd_, kLockWriter);
     taken_.store(false, release);
     FAILPOINT(role_released);

@@ -129,7 +129,7 @@ template <class Host> class Sampling {
     if (!limiter.params().could_ever(n)) return Status::never;
     auto inserted = [&] { return h_.ready() ? Writer::inserted(s_) : 0; };
     auto may = [&] { return limiter.may_sample(inserted(), n); };
-    for (;;) {
+    for (typename Host::Waiting waiting(h_);;) {
       if (limiter.try_sample(inserted(), n)) {
         h_.granted(version);
         if (limiter.frees_writer(inserted())) h_.role().hand_over();  // L2
@@ -142,7 +142,7 @@ template <class Host> class Sampling {
       u32 &word = h_.ready() ? s_.control().data_wait : s_.control().ready_wait;
       const u32 armed = arm(word);  // L3, pairs with publish() in transaction.h
       if (h_.ready()) h_.help_until(may);
-      if (!may()) futex_wait(word, armed, deadline);
+      if (!may()) waiting.on(kForLimiter), futex_wait(word, armed, deadline);
     }
   }
   void refund_samples(u64 n) {  // what was counted, and by the limiter that there is

@@ -40,6 +40,14 @@ class Writer {
     return sealed || behind;
   }
 
+  u64 unfinished() const {  // rows of the transaction that take_over or the next step has to finish
+    const u64 seq = load(c_.commit_seq, acquire);
+    const bool sealed = load(c_.plan_seq, acquire) == seq + 1;
+    if (!sealed && load(c_.done_seq, acquire) == seq) return 0;
+    const CommitBlock &b = s_.block(seq + sealed);
+    return b.kind == kPlanRows ? b.cursor - s_.block(seq + sealed - 1).cursor : 0;
+  }
+
   // One transaction. False when the rings hold nothing that may be moved now.
   bool step() {
     u64 seq = load(c_.commit_seq, relaxed);  // only the role's holder stores it
@@ -58,7 +66,9 @@ class Writer {
     FAILPOINT(txn_committed);
     publish(next, now, false);
     bump<u64>(c_.transactions, 1);
-    store(c_.last_transaction_ns, now_ns(), relaxed);
+    const u64 t = now_ns();
+    store(c_.last_transaction_ns, t, relaxed);
+    Chronicle(s_).tick(now.cursor, next.cursor, t);
     return true;
   }
 
@@ -82,13 +92,7 @@ class Writer {
     return b.n_slots < s_.header().max_collectors ? b.n_slots : s_.header().max_collectors;
   }
 
-  // A record that this build of the layout could have written; anything else means damaged memory.
-  bool well_formed(const Record &r, u64 at, u64 tail) const {
-    if (r.bytes > tail - at || r.bytes < sizeof(Record) || r.bytes > s_.ring_bytes / 2) return false;
-    if (r.kind == kClear) return r.bytes == sizeof(Record);
-    return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= s_.ring_bytes / s_.row_bytes &&
-           !(r.flags & ~(kStreams | kLeaves)) && r.bytes == record_bytes(r.n_rows, s_.row_bytes, r.flags);
-  }
+  bool well_formed(const Record &r, u64 at, u64 tail) const { return shmbuf::well_formed(r, tail - at, s_.ring_bytes, s_.row_bytes); }
   Record &record(u32 ring, u64 at) const { return record_at(s_.ring(ring), s_.ring_bytes, at); }
 
   bool plan(const CommitBlock &now, CommitBlock &next) {

@@ -120,6 +120,7 @@ class StalenessAwareSampler(Sampler):
             return ids[:, None]
 
         td = gather(storage, ids, again, pin=pin)
+        storage.buffer._call("count_stale", int(np.maximum(staleness, 0).sum()), batch_size)
         td.set("staleness", torch.from_numpy(staleness))
         if out is None:
             return td

@@ -281,6 +281,9 @@ static void rings() {
   }
   CHECK(stored == b.rows_total && skipped == b.skipped_total, "totals: stored %lu, skipped %lu", stored, skipped);
   if (!processes) CHECK(b.clears == board->clears, "%lu CLEARs put, %lu run", board->clears, b.clears);
+  Auditor auditor(s, s.map);
+  auditor.run(true, [] { usleep(1000); });
+  for (auto &f : auditor.findings) CHECK(false, "%s", f.c_str());
   const Window w = window(s);
   if (load(s.control().priorities.ready, relaxed)) {
     PriorityTree tree(s.tree, s.capacity);

@@ -182,12 +182,12 @@ def test_bad_input_by_index_changes_nothing(make_rb, index, priority, error, tex
 def test_bad_input_by_row_id_changes_nothing(make_rb):
     rb = make_rb()
     rb.extend(rows(0, 1, 2))
+    td = rb.sample(4)
     with no_change(rb.buffer):
         with pytest.raises(IndexError, match=r"ids\[1\] = 3: no such row"):
             rb.update_priority(None, f64(1, 1), row_id=torch.tensor([0, 3]))
         with pytest.raises(TypeError, match="index or row_id, not both"):
             rb.update_priority([0], 1.0, row_id=[0])
-        td = rb.sample(4)
         td["td_error"] = torch.full((4,), float("nan"))
         with pytest.raises(ValueError, match=r"priorities\[0\] = nan"):
             rb.update_tensordict_priority(td)
