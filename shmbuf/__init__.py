@@ -32,6 +32,7 @@ _HOME = {
     "Schema": "schema",
     "destroy": "segment",
     "Buffer": "buffer",
+    "Pin": "pins",
     "Trajectory": "trajectories",
     "Ticket": "ticket",
     "ShmStorage": "storage",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from shmbuf.ensemble import ReplayBufferEnsemble, StorageEnsemble
     from shmbuf.errors import *  # noqa: F403
     from shmbuf.limiter import MinSize, Queue, RateLimiter
+    from shmbuf.pins import Pin
     from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
     from shmbuf.samplers import (
         ConsumingSampler,

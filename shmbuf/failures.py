@@ -69,9 +69,23 @@ def _ring_full_text(buffer: Buffer, n: int, seconds: float) -> str:
 
 
 def held_up_text(buffer: Attachment) -> str:
-    """Why rows stay in the rings: because of the limiter, or of whoever drains."""
-    limited = collectors_text(buffer._call("limiter", 1))
-    return writer_text(buffer) if limited is None else f"{limited}. Sample more, or set_limiter()."
+    """Why rows stay in the rings: because of the limiter, of a pin, or of whoever drains."""
+    if limited := collectors_text(buffer._call("limiter", 1)):
+        return f"{limited}. Sample more, or set_limiter()."
+    pinned = pins_text(buffer)
+    return f"{pinned}." if pinned and not buffer._call("counters")["writer_active"] else writer_text(buffer)
+
+
+def pins_text(buffer: Attachment) -> str | None:
+    """Who keeps the writer from overwriting the oldest rows."""
+    held = buffer._call("pins")
+    if not held:
+        return None
+    first = min(held, key=lambda p: p["first_id"])
+    left = (
+        "until it is released" if first["seconds_left"] is None else f"for at most {first['seconds_left']:.1f} s more"
+    )
+    return f"pid {first['pid']} ({first['command']}) has pinned the rows from id {first['first_id']:,} on, {left}"
 
 
 def writer_text(buffer: Attachment) -> str:

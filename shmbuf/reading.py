@@ -15,6 +15,7 @@ from shmbuf._extension import native
 from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
 from shmbuf.limiter import Scaled, Words, collectors_text, figures, from_now_on, limiter_of, scaled, waiting_text
+from shmbuf.pins import Pin, pin
 from shmbuf.schema import nest
 from shmbuf.ticket import left_of, seconds_of
 
@@ -373,6 +374,21 @@ class Reading(Attachment):
                 else f"{len(bad):,} of {len(ids):,} ids are not stored; the buffer is empty"
             )
         return rows
+
+    def pin(self, first_id: int | None = None, *, seconds: float | None = 5.0) -> Pin:
+        """Rows to be looked at in place, without a copy: none from ``first_id`` on (default: the oldest) is overwritten until the pin is
+        released. ``with buf.pin() as p: for ids, rows in p.parts(): ...``. Meanwhile a full buffer takes no more rows than there are
+        slots before the pinned ones: collectors wait.
+
+        Args:
+            seconds: after so long a writer that needs the room revokes it (`Pin.valid` is then False); None: never, but when this
+                process dies.
+
+        Raises:
+            NotEnoughRows: there are no rows. Lapped: that row is not stored. RuntimeError: 16 pins are in use.
+            PermissionError: a read-only handle.
+        """
+        return pin(self, first_id, seconds)
 
     def try_gather(self, ids: Any) -> tuple[dict[str, Any], np.ndarray]:
         """As :meth:`gather`, with bool[n] telling which rows are valid instead of the error."""

@@ -70,6 +70,8 @@ class Auditor {
     const u64 cursor = load(c_.cursor, acquire), base = load(c_.base, acquire), reserve = load(c_.reserve, acquire), seq = load(c_.commit_seq, acquire);
     CommitBlock b{};
     for (int tries = 0; tries < 1000 && !read_block(s_, b, nullptr, 0); ++tries) {}
+    const Window w = window(s_);
+    rows = w.hi - w.live_lo;
     if (reserve < cursor) wrong(text("cursor: ", cursor, " is beyond reserve ", reserve));
     if (base > cursor) wrong(text("base: ", base, " is beyond the cursor ", cursor));
     if (b.cursor < cursor) wrong(text("cursor: ", cursor, " is beyond the committed one, ", b.cursor));
@@ -138,7 +140,7 @@ class Auditor {
     const Window w = window(s_);
     u64 open = 0;
     auto live = [&](u64 id) { return id + s_.capacity >= load(c_.reserve, acquire) && id >= load(c_.base, acquire); };
-    for (u64 id = w.lo; id < w.hi; ++id, ++rows) {
+    for (u64 id = w.lo; id < w.hi; ++id) {
       const Link &l = links_now.of(id);
       const u64 back = load(l.prev, relaxed), step = load(l.step, relaxed), next = load(l.next, relaxed);
       open += next == 0;

@@ -123,6 +123,22 @@ nb::list members(const H &h, int own) {
   }
   return out;
 }
+nb::list pins(const H &h) {  // what keeps rows where they are now
+  Handle::Use use(*h);
+  const PinTable &t = h->segment().pins();
+  nb::list out;
+  const u64 now = now_ns();
+  for (u32 i = 0; i < std::min(load(t.used, acquire), PinTable::kPins); ++i) {
+    const u64 word = load(t.pin[i].word, acquire), until = load(t.pin[i].until_ns, relaxed), since = load(t.pin[i].since_ns, relaxed);
+    if (!word || word == Pins::kRevoked) continue;
+    nb::dict d = owner_dict(t.pin[i].owner);
+    d["first_id"] = word - 1, d["alive"] = h->role().pin_flags.load(relaxed) >> i & 1 || byte_is_held(h->lock_fd(), lock_pin(i));
+    d["held_seconds"] = double(now > since ? now - since : 0) * 1e-9;
+    d["seconds_left"] = until == kForever ? nb::none() : nb::object(nb::float_(double(until > now ? until - now : 0) * 1e-9));
+    out.append(d);
+  }
+  return out;
+}
 nb::dict ages(const H &h) {
   Handle::Use use(*h);
   const Journal &j = h->segment().journal();

@@ -245,6 +245,28 @@ std::vector<u64> trajectory(const H &h, u64 end) {
   return out;
 }
 
+// (status, first id, one past the last, index)
+nb::tuple pin(const H &h, u64 first_id, double seconds) {
+  Handle::Use use(*h);
+  u64 lo = 0, hi = 0;
+  u32 index = 0;
+  const Status s = h->pin(first_id, deadline_in(seconds), lo, hi, index);
+  return nb::make_tuple(int(s), lo, hi, index);
+}
+// All rows, slot after slot, as bytes that nobody may write; unmapped when the last array over them goes.
+nb::object map_rows(const H &h) {
+  Handle::Use use(*h);
+  u64 bytes = 0;
+  u8 *at = h->map_rows(bytes);
+  struct Mapping { u8 *at; u64 bytes; };
+  nb::capsule owner(new Mapping{at, align_up(bytes, kPage)}, [](void *p) noexcept {
+    auto *m = static_cast<Mapping *>(p);
+    munmap(m->at, m->bytes);
+    delete m;
+  });
+  return nb::cast(nb::ndarray<nb::numpy, const u8, nb::ndim<1>>(at, {bytes}, owner));
+}
+
 int wait_rows(const H &h, u64 rows, double timeout) {
   Handle::Use use(*h);
   u64 deadline = deadline_in(timeout);
@@ -293,6 +315,10 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("trajectories", &trajectories)
       .def("trajectory", &trajectory, "end"_a)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
+      .def("pin", &pin, "first_id"_a, "seconds"_a)
+      .def("unpin", [](const H &h, u32 index) { Handle::Use use(*h); h->unpin(index); }, "index"_a)
+      .def("pin_valid", [](const H &h, u32 index, u64 lo) { Handle::Use use(*h); return h->pin_valid(index, lo); }, "index"_a, "first_id"_a)
+      .def("map_rows", &map_rows)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a);
 }
 

@@ -308,6 +308,46 @@ class Handle {
     return a;
   }
 
+  // ---- rows that stay ----
+  // Ids from lo on, or (first_id ~0) of all that can be read; lo says from where. Not for longer than `until`.
+  Status pin(u64 first_id, u64 until, u64 &lo, u64 &hi, u32 &index) {
+    if (readonly_) return Status::readonly;
+    if (destroyed()) return Status::destroyed;
+    if (!ready()) return Status::empty;
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (int tries = 0; tries < 1000; ++tries) {
+      const Window w = window(s_);
+      if (w.live_lo == w.hi) return Status::empty;
+      lo = first_id == ~0ull ? w.lo : first_id;
+      if (lo < w.lo || lo > w.hi) return Status::lapped;
+      Pins::Got got = Pins(s_, lock_fd_, &role_.pin_flags).claim(lo, until, me_, index);
+      if (got == Pins::Got::none_free) return Status::none_free;
+      if (got == Pins::Got::lapped) continue;
+      hi = window(s_).hi;
+      return Status::ok;
+    }
+    return Status::lapped;
+  }
+  bool pin_valid(u32 index, u64 lo) const { return Pins(s_, lock_fd_, nullptr).valid(index, lo); }
+  void unpin(u32 index) {
+    Pins(s_, lock_fd_, &role_.pin_flags).drop(index);
+    fence(seq_cst);  // pairs with the sleepers' arm; fence; look again
+    role_.hand_over();
+  }
+  // The rows of the segment, mapped once more for reading, so that a view of them outlives this handle: of the same description,
+  // which carries no lock.
+  u8 *map_rows(u64 &bytes) const {
+    bytes = s_.capacity * s_.row_bytes;
+    void *p = mremap(s_.rows, 0, align_up(bytes, kPage), MREMAP_MAYMOVE);
+    if (p == MAP_FAILED) throw std::runtime_error("mapping " + std::to_string(bytes) + " bytes of rows once more: " + std::strerror(errno));
+    if (mprotect(p, align_up(bytes, kPage), PROT_READ)) {
+      const int e = errno;
+      munmap(p, align_up(bytes, kPage));
+      throw std::runtime_error(std::string("mprotect: ") + std::strerror(e));
+    }
+    return static_cast<u8 *>(p);
+  }
+
   // ---- draining ----
   // What the rings hold now; not what others go on putting.
   WriterRole::Outcome help() {
@@ -418,6 +458,8 @@ class Handle {
         std::lock_guard<std::mutex> guard(mutex_);
         if (slot_ >= 0) Registry(s_, lock_fd_).close_slot(u32(slot_));
       }
+      for (u32 i = 0; i < PinTable::kPins; ++i)  // no other thread is here any more: a bit is a pin
+        if (role_.pin_flags.load(relaxed) >> i & 1) Pins(s_, lock_fd_, &role_.pin_flags).drop(i);
       if (!readonly_) Registry(s_, lock_fd_).release_member(member_);
     }
     close_fds();
@@ -574,7 +616,7 @@ class Handle {
   void after_fork() {  // async-signal-safe: close, and words of our own
     close_fds();
     forked_ = true, thread_running_ = false, presence_ = false;
-    role_.after_fork();
+    role_.after_fork(), role_.pin_flags.store(0, relaxed);
     uses_.store(0, relaxed), putting_.store(false, relaxed), building_.store(false, relaxed);
     new (&mutex_) std::mutex;  // another thread of the parent may have held them
     new (&tickets_mutex_) std::mutex;

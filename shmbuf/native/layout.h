@@ -3,7 +3,8 @@
 //
 //   0        Header      4 KiB   immutable once the name exists, but for Built, immutable once Control.state == kReady
 //   4 KiB    Control     4 KiB   hot words: commit_seq, reserve, cursor, wait words …
-//   8 KiB    Journal     8 KiB   who died, how fast rows come, how old those drawn are: for people, nothing depends on it
+//   8 KiB    Journal     4 KiB   who died, how fast rows come, how old those drawn are: for people, nothing depends on it
+//   12 KiB   PinTable    4 KiB   rows that must stay where they are
 //   16 KiB   config blob         msgpack: how to rebuild the handle (class, batch size, sampler …)
 //   …        Member[max_members] who is attached, for people to read
 //   …        Slot[max_collectors] one ring's words and its owner
@@ -32,6 +33,7 @@ inline constexpr i64 kLockBase = i64(1) << 62;
 inline constexpr i64 kLockPresence = kLockBase, kLockWriter = kLockBase + 1, kLockBuild = kLockBase + 2, kLockDestroy = kLockBase + 3;
 constexpr i64 lock_slot(u32 i) { return kLockBase + 0x10000 + i; }
 constexpr i64 lock_member(u32 i) { return kLockBase + 0x20000 + i; }
+constexpr i64 lock_pin(u32 i) { return kLockBase + 0x30000 + i; }
 
 // ---- header ----------------------------------------------------------------------------------------------------
 enum Flags : u32 { kUnnamed = 1 };
@@ -122,8 +124,7 @@ struct Journal {
   u64 rows, age_sum, staleness_sum, staleness_rows;
   u64 ages[kAges];                                               // rows drawn, by the bit length of their age: how many rows were stored after it
 };
-inline constexpr u64 kJournalBytes = 2 * kPage;
-static_assert(sizeof(Journal) <= kJournalBytes);
+static_assert(sizeof(Journal) <= kPage);
 
 // ---- who is attached -------------------------------------------------------------------------------------------
 struct Owner {                    // recorded for people to read, never trusted: liveness is the lock byte
@@ -133,6 +134,17 @@ struct Owner {                    // recorded for people to read, never trusted:
   u64 since_ns;                   // wall clock
   char comm[16];
 };
+struct alignas(128) Pin {
+  u64 word;                       // lo + 1: ids from lo on stay; 0: none; ~0: revoked        holder of the byte; revoked by CAS
+  u64 until_ns, since_ns;         // CLOCK_MONOTONIC
+  Owner owner;
+};
+struct PinTable {
+  static constexpr u32 kPins = 16;
+  alignas(128) u32 used;          // pins [0, used) have been used at least once
+  Pin pin[kPins];
+};
+static_assert(sizeof(PinTable) <= kPage);
 enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kBuried = 1u << 31 };
 enum Waits : u32 { kNothing = 0, kForRows, kForSchema, kForRoom, kForCommit, kForLimiter };
 // word = incarnation << 8 | SlotState. Whoever changes it holds the lock byte.
@@ -209,6 +221,7 @@ struct Segment {                  // addresses in this process; built by attach 
   Header &header() { return *reinterpret_cast<Header *>(map); }
   Control &control() const { return *reinterpret_cast<Control *>(map + header().control_offset); }
   Journal &journal() const { return *reinterpret_cast<Journal *>(map + header().control_offset + kPage); }
+  PinTable &pins() const { return *reinterpret_cast<PinTable *>(map + header().control_offset + 2 * kPage); }
   Member &member(u32 i) const { return reinterpret_cast<Member *>(map + header().members_offset)[i]; }
   Slot &slot(u32 i) const { return reinterpret_cast<Slot *>(map + header().slots_offset)[i]; }
   CommitBlock &block(u64 seq) const {

@@ -170,6 +170,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("add_role", [](const H &h, u32 role) { Handle::Use use(*h); h->add_role(role); }, "role"_a)
       .def("counters", &counters)
       .def("collectors", &collectors)
+      .def("pins", &pins)
       .def("ages", &ages)
       .def("events", &events)
       .def("audit", &audit)

@@ -52,7 +52,7 @@ class WriterRole {
     Outcome out = Outcome::idle;
     for (int idle_turns = 0;;) {
       if (!try_take()) return out == Outcome::idle ? Outcome::busy : out;
-      Writer writer(s_);
+      Writer writer(s_, fd_, &pin_flags);
       if (writer.take_over()) bump<u64>(s_.control().takeovers, 1);
       bool met = false;
       bool moved = false;
@@ -79,6 +79,8 @@ class WriterRole {
     u32 n = s_.n_slots();
     for (u32 i = 0; i < n; ++i) wake_if_armed(s_.slot(i).wait);
   }
+
+  std::atomic<u32> pin_flags{0};  // pins.h
 
  private:
   Segment &s_;

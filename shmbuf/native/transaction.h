@@ -4,6 +4,7 @@
 //   plan    fill the next commit block: cursor, base, heads, ring order, skips     FAILPOINT plan_written
 //   seal    plan_seq.store(commit_seq + 1, release): from here on exactly this plan is run, by whoever comes
 //   T1      reserve.store(new cursor); fence(seq_cst)                              readers reject what may be half written
+//           a pin in the way (pins.h)? nothing is written, and the plan stays sealed
 //   T2      evict the old rows: leaves fresh, no longer any trajectory's last
 //   T3      copy rows ring → storage; the first id into each record's header
 //   T4      commit_seq.store(s + 1, release): ONE store moves the cursor and every ring's head
@@ -15,6 +16,7 @@
 // writes the same rows to the same ids. After T4 only T5…T7 are left. tests/models/txn.pml has every interleaving.
 #pragma once
 #include "links.h"
+#include "pins.h"
 #include "priority_tree.h"
 #include "random.h"
 #include "registry.h"
@@ -27,8 +29,8 @@ class Writer {
  public:
   static constexpr u64 kMaxBytes = 8u << 20;
 
-  explicit Writer(Segment &segment)
-      : s_(segment), c_(segment.control()), tree_(segment.tree, segment.capacity), links_(segment.links, segment.links ? segment.capacity : 1) {
+  explicit Writer(Segment &segment, int lock_fd = -1, std::atomic<u32> *pin_flags = nullptr)
+      : s_(segment), c_(segment.control()), pins_(segment, lock_fd, pin_flags), tree_(segment.tree, segment.capacity), links_(segment.links, segment.links ? segment.capacity : 1) {
     if (keeps_priorities()) tree_.keep_max(Formula(c_.priorities).live_maximum);
   }
 
@@ -59,8 +61,8 @@ class Writer {
       store(c_.plan_seq, seq + 1, release);  // sealed
       FAILPOINT(plan_sealed);
     }
-    if (next.kind == kPlanRows) run_rows(now, next);
-    else run_clear(now, next);
+    if (next.kind != kPlanRows) run_clear(now, next);
+    else if (!run_rows(now, next)) return false;
     FAILPOINT(txn_results);
     store(c_.commit_seq, seq + 1, release);  // T4
     FAILPOINT(txn_committed);
@@ -82,7 +84,19 @@ class Writer {
       if (load(slot.clear_to, relaxed) > head || load(slot.skip_to, relaxed) > head) return true;
       any = true;
     }
-    return (any && Limiter(s.control().limiter).admit(inserted(s))) || wanted(s.control());
+    return (any && Limiter(s.control().limiter).admit(inserted(s)) && !pinned(s)) || wanted(s.control());
+  }
+  // Whether pins keep all that the rings hold from being stored.
+  static bool pinned(const Segment &s) {
+    const Control &c = s.control();
+    const u64 seq = load(c.commit_seq, acquire), cursor = load(s.block(seq).cursor, relaxed), room = Pins::hint(s, cursor);
+    if (room == Pins::kUnlimited) return false;
+    if (load(c.plan_seq, acquire) == seq + 1) return load(s.block(seq + 1).cursor, relaxed) - cursor > room;
+    for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
+      const u64 tail = load(s.slot(i).tail, acquire), head = load(s.slot(i).head_pub, acquire);
+      if (tail != head && load(record_at(s.ring(i), s.ring_bytes, head).n_rows, relaxed) <= room) return false;
+    }
+    return true;
   }
   static u64 inserted(const Segment &s) { return load(s.block(load(s.control().commit_seq, acquire)).rows_total, relaxed); }
 
@@ -107,6 +121,7 @@ class Writer {
     next.n_slots = n, next.start = now.next_start % n;
     u64 admitted = 0;  // rows, by the limiter; asked when a ring holds some. A record may overshoot
     bool asked = false, limited = false;
+    const u64 room = pins_.room(now.cursor);
     u64 limit = s_.capacity / 4, by_bytes = kMaxBytes / s_.row_bytes, rows = 0;
     if (by_bytes < limit) limit = by_bytes;
     bool any = false, full = false;
@@ -136,6 +151,7 @@ class Writer {
           next.next_start = at == before ? i : i + 1, full = true;  // whoever was served waits for a full round
           break;
         }
+        if (rows + r.n_rows > room) break;  // shorter ones of other rings may pass
         rows += r.n_rows, e.stored_rows += r.n_rows, at += r.bytes, any = true;
       }
       e.rows_end = at;
@@ -195,11 +211,15 @@ class Writer {
       }
     }
   }
-  void run_rows(const CommitBlock &now, const CommitBlock &next) {
+  bool run_rows(const CommitBlock &now, const CommitBlock &next) {
     if (load(c_.reserve, relaxed) < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back
     fence(seq_cst);                                                                        // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
     const u64 n = next.cursor - now.cursor;
+    if (pins_.room(now.cursor) < n) {  // it came after the plan: pairs with P1
+      FAILPOINT(pin_blocked);
+      return false;
+    }
     if (keeps_links()) links_.evict(now.cursor, n);         // T2
     if (keeps_priorities()) tree_.evict_leaves(now.cursor, n);  // the sums above stay too large until T6: a draw that meets them tries again
     FAILPOINT(txn_evicted);
@@ -208,6 +228,7 @@ class Writer {
       if (id != kDropped) copy_rows(i, at + sizeof(Record), r.n_rows, id);
     });
     FAILPOINT(txn_copied);
+    return true;
   }
   // Of a record longer than the capacity only the last rows are written; ids advance over the rest.
   void copy_rows(u32 ring, u64 at, u64 n, u64 id) {
@@ -352,6 +373,7 @@ class Writer {
 
   Segment &s_;
   Control &c_;
+  Pins pins_;
   PriorityTree tree_;
   Links links_;
   std::vector<u8> scratch_;

@@ -229,6 +229,10 @@ ENTRIES: list[Entry] = [
     Spin("slot.pml", "", cc=BIG),
     Spin("slot.pml", "-DCRASHES=4", soak=True, cc=BIG, limit=600),
     *_mutants("slot.pml", "-DNORECHECK", "-DNOREDRAIN", "-DNOLOCK", "-DUNLOCKFIRST"),
+    # pins
+    Spin("pin.pml", ""),
+    Spin("pin.pml", "-DREVOKE"),
+    *_mutants("pin.pml", "-DNOFENCE", "-DP1LATE", "-DWAITIN", "-DREVOKE -DBLIND", "-DREVOKE -DLATEREVOKE"),
     # the birth of a segment
     Spin("build.pml", ""),
     Spin("build.pml", "-DTHREADS -DMUTEX"),

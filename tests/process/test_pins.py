@@ -1,0 +1,102 @@
+"""Pins of several processes beside a writer that needs the room: what is pinned does not move, whoever is killed or stopped."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from shmbuf import Buffer, Lapped
+from tests import oracle
+from tests.process import workers
+
+CAPACITY = 256
+
+
+def look_in_place(name: str, stop, seed: int) -> None:
+    """Pins some rows, reads them twice in place, until `stop`; dies of a torn or changed one."""
+    rng = random.Random(seed)
+    buffer = Buffer.attach(name)
+    looked = 0
+    while not stop.is_set() or not looked:
+        lo, hi = buffer.window
+        if lo == hi:
+            buffer.wait_rows(1, 30)
+            continue
+        with contextlib.suppress(Lapped):
+            pin = buffer.pin(rng.choice([None, rng.randrange(lo, hi)]), seconds=rng.choice([None, 10.0, 0.001]))
+            once = [{k: np.array(v) for k, v in rows.items()} for _, rows in pin.parts()]
+            twice = [{k: np.array(v) for k, v in rows.items()} for _, rows in pin.parts()]
+            if pin.valid:
+                looked += 1
+                for a, b in zip(once, twice, strict=True):
+                    oracle.check_rows(a)
+                    assert all((a[k] == b[k]).all() for k in a)
+            pin.release()
+    buffer.close()
+
+
+def supervise(name: str, acks_path: str, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    acks = oracle.Acks(acks_path, 4096)
+    stop = workers.ForkedEvent()
+    Buffer.create(name, CAPACITY, schema=oracle.SCHEMA, ring_bytes=1 << 14, drain="caller", max_collectors=8).close()
+    who = iter(range(4096))
+
+    def collector() -> int:
+        w = next(who)
+        return workers.fork(workers.collect, name, w, acks.path, 9, stop, w)
+
+    def looker() -> int:
+        return workers.fork(look_in_place, name, stop, rng.randrange(2**32))
+
+    def drainer() -> int:
+        return workers.fork(workers.drain, name)
+
+    makers = [collector, collector, drainer, looker, looker]
+    alive = [make() for make in makers]
+    watch = Buffer.attach(name)
+    deadline = time.monotonic() + 60 + kills
+    for _ in range(kills):
+        assert time.monotonic() < deadline, f"something hangs: {watch.stats()} {watch._handle.pins()}"
+        before = watch.stats()["rows_total"]
+        while watch.stats()["rows_total"] < before + 20:  # whatever was killed or stopped before, rows go on
+            assert time.monotonic() < deadline, f"no rows: {watch.stats()} {watch._handle.pins()} {watch.members()}"
+            time.sleep(1e-3)
+        i = rng.randrange(len(alive))
+        if (
+            makers[i] is looker and rng.random() < 0.3
+        ):  # a stopped one is in the way until its time is over, or for good
+            os.kill(alive[i], signal.SIGSTOP)
+            time.sleep(rng.random() * 0.02)
+            if rng.random() < 0.5:
+                os.kill(alive[i], signal.SIGCONT)
+                continue
+        assert workers.kill(alive[i]) == signal.SIGKILL, "a worker ended by itself"
+        alive[i] = makers[i]()
+    stop.set()
+    for pid, make in zip(alive, makers, strict=True):
+        if make is not drainer:
+            assert os.waitpid(pid, 0)[1] == 0
+    oracle.settle(watch)
+    stats = oracle.check(watch, acks.counts, 9)
+    report = watch.check()
+    assert not report["findings"], report
+    assert watch._handle.pins() == []
+    print(f"rows={stats['rows_total']}")
+    for pid, make in zip(alive, makers, strict=True):
+        if make is drainer:
+            workers.kill(pid)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_pinned_rows_stay_and_the_rest_goes_on(unique_name, tmp_path, seed):
+    kills = 1000 if os.environ.get("SHMBUF_SOAK") else 40
+    code = f"from tests.process.test_pins import supervise as s; s({unique_name!r}, {str(tmp_path / 'acks')!r}, {kills}, {seed})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110 + 2 * kills)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
