@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -202,7 +203,7 @@ def create(
         raise ValueError(f"mode {mode:#o} lets everybody in; share with a group instead: mode=0o660, group=…")
     need = native.config_bytes(max_collectors, MAX_MEMBERS, len(config))
     require_memory(need, "the buffer's configuration")
-    fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = _not_std(os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     handle = None
     try:
         if group is not None:
@@ -215,7 +216,7 @@ def create(
         os.fchmod(fd, mode)  # not through the umask
         os.posix_fallocate(fd, 0, need)
         native.format(fd, capacity, max_collectors, MAX_MEMBERS, ring_bytes, config, secrets.randbits(64), unnamed)
-        lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        lock_fd = _not_std(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         keep, fd = fd, -1
         handle = native.Handle(keep, lock_fd)  # takes both, also when it raises
         # src_dir_fd makes CPython call linkat(AT_SYMLINK_FOLLOW), without which /proc/self/fd cannot be linked
@@ -335,6 +336,16 @@ def attach(
     raise BufferInUse(f"buffer {name!r} is being destroyed by another process; try again")
 
 
+def _not_std(fd: int) -> int:
+    """The same file under a number that nobody prints to: with stderr closed, the next file opened gets its number."""
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 def _open_twice(shm_name: str, readonly: bool) -> list[int]:
     first = _open(shm_name, readonly)
     try:
@@ -347,7 +358,8 @@ def _open_twice(shm_name: str, readonly: bool) -> list[int]:
 def _open(shm_name: str, readonly: bool) -> int:
     """posix_ipc with size 0: any other size would resize everybody's segment."""
     try:
-        return (posix_ipc.SharedMemory(shm_name, read_only=True) if readonly else posix_ipc.SharedMemory(shm_name)).fd
+        shm = posix_ipc.SharedMemory(shm_name, read_only=True) if readonly else posix_ipc.SharedMemory(shm_name)
+        return _not_std(shm.fd)
     except OSError as e:
         if e.errno is None:  # posix_ipc's two texts about descriptors come without their numbers
             e.errno = errno.ENFILE if "system" in str(e) else errno.EMFILE

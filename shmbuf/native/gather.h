@@ -22,6 +22,7 @@ inline Window window(const Segment &s) {
   Window w{base, hi, base};
   if (hi > n && hi - n > w.live_lo) w.live_lo = hi - n;
   if (r > n && r - n > w.lo) w.lo = r - n;
+  if (w.lo < w.live_lo) w.lo = w.live_lo;  // only if a word is damaged: nobody walks further than the capacity
   if (w.live_lo > hi) w.live_lo = hi;
   if (w.lo > hi) w.lo = hi;
   return w;
