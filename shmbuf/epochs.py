@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -65,7 +66,8 @@ class EpochReader:
         self._own = None if shared else native.PrivateEpoch()
         self._order = 0  # the seed of the order now, or the next epoch's is to be chosen
         self._fresh = True  # one's own epoch has ended, and the next has not begun
-        self._lock = (0, threading.Lock())
+        self._lock = (0, threading.RLock())
+        self._claims: tuple[int, list[_Taken], threading.RLock] = (0, [], threading.RLock())  # type: ignore[valid-type]
         if self.shared and not buffer._readonly:
             self._join()
 
@@ -97,13 +99,20 @@ class EpochReader:
         def fetch(ids: np.ndarray, done: np.ndarray) -> None:
             buffer._call("fetch", buffer._columns, addresses, n, address_of(ids), address_of(done))
 
-        with buffer.sampling(n, left_of(timeout, since)):
-            ids, order = self.draw_into(n, fetch, timeout, since=since, into_next=into_next)
-        if order is not None:
-            buffer.refund_samples(n - len(order))
-            out, ids = [a[order] for a in out], ids[order]
-        buffer.count_drawn(ids)
-        return nest(buffer._schema.keys, out), ids  # type: ignore[union-attr]
+        batch = self._batch(n)
+        try:
+            with buffer.sampling(n, left_of(timeout, since)):
+                ids, order = self._fill(batch, fetch, timeout, since, into_next)
+            if order is not None:
+                out, ids = [a[order] for a in out], ids[order]
+                buffer.refund_samples(n - len(ids))
+            buffer.count_drawn(ids)
+            rows = nest(buffer._schema.keys, out)  # type: ignore[union-attr]
+            batch.given = True  # no call between here and the caller: Ctrl-C comes only after calls
+            return rows, ids
+        except BaseException:
+            batch.release()
+            raise
 
     def draw_into(
         self,
@@ -117,6 +126,22 @@ class EpochReader:
         """For the floors above: int64[n] ids and the order in which fetched rows make the batch: None: as they are.
 
         since: when the timeout began (``time.monotonic()``); default: now."""
+        batch = self._batch(n)
+        try:
+            ids, order = self._fill(batch, fetch, timeout, time.monotonic() if since is None else since, into_next)
+            batch.given = True
+            return ids, order
+        except BaseException:
+            batch.release()
+            raise
+
+    def put_back(self, ids: np.ndarray) -> None:
+        """For the floors above: rows int64[k] of a batch that could not be given to anybody; they are in the next batch."""
+        self._batch(0).unfinished.append(_Taken(np.array(ids, np.int64)))
+
+    def _fill(
+        self, batch: _Batch, fetch: Fetch, timeout: float | None, since: float, into_next: bool
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         if self.shared and self.buffer._readonly:
             raise PermissionError(
                 "a read-only handle cannot take rows from what readers share: "
@@ -128,49 +153,51 @@ class EpochReader:
             )
         if not self.buffer._standby:
             self.buffer._become_reader()
+        n = len(batch.ids)
         if n == 0:
-            return np.empty(0, np.int64), None
-        since = time.monotonic() if since is None else since
+            return batch.ids, None
+        if batch.unfinished:
+            batch.resume(self.buffer.window[0], fetch)
         if self.times is None:
-            return self._of_epoch(n, fetch, timeout, since, into_next)
-        return self._of_new(n, fetch, timeout, since)
+            return self._of_epoch(n, batch, fetch, timeout, since, into_next)
+        return self._of_new(n, batch, fetch, timeout, since)
 
     def _of_epoch(
-        self, n: int, fetch: Fetch, timeout: float | None, since: float, into_next: bool
+        self, n: int, batch: _Batch, fetch: Fetch, timeout: float | None, since: float, into_next: bool
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """All of one claim; what is overwritten meanwhile is replaced by more of the same epoch, as far as it goes."""
-        batch, tell, passed = _Batch(n), False, False
+        passed = False
         for _ in range(MAX_TRIES):
-            first = batch.fresh
-            got = batch.take(self._claim, fetch)
-            if first and not got.n and not got.ended:
-                self._wait_for_epoch(n, timeout, since)
-                continue
-            tell = tell or self._tells(n, got, first)
-            ended = got.ended or not got.n  # emptied meanwhile
-            if not batch.missing.size or (ended and not self.drop_last and batch.missing.size < n):
-                self.at_end = self._close(n, batch.epoch) or tell
+            if batch.missing.size and not batch.over:
+                first = batch.fresh
+                got = batch.take(self._claim, fetch, self._tells)
+                if first and not got.n and not got.ended:
+                    self._wait_for_epoch(n, timeout, since)
+                    continue
+            if not batch.missing.size or (batch.over and not self.drop_last and batch.missing.size < n):
+                self.at_end = self._close(n, batch.epoch) or batch.tell
                 self.ran_out = self.at_end or passed
                 return batch.ids, batch.order(sort=not self.shuffle)
-            if ended:  # what was left of that epoch is no batch
-                passed, self.ran_out, self.at_end = passed or tell, passed or tell, False
+            if batch.over:  # what was left of that epoch is no batch
+                passed = passed or batch.tell
+                self.ran_out, self.at_end = passed, False
+                batch.restart()
                 if passed and not into_next:
                     raise NotEnoughRows(
                         f"the epoch has ended without another batch of {n:,}: rows of buffer {self.buffer.name!r} were "
                         "overwritten before their turn; the next call begins another epoch"
                     )
-                batch, tell = _Batch(n), False
         raise self._lapped()
 
     def _of_new(
-        self, n: int, fetch: Fetch, timeout: float | None, since: float
+        self, n: int, batch: _Batch, fetch: Fetch, timeout: float | None, since: float
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """What nobody had yet (or not often enough), over as many windows as it takes; fewer if there is no more in time."""
-        batch, nap, helped, in_vain = _Batch(n), 1e-4, False, 0
+        nap, helped, in_vain = 1e-4, False, 0
         self.ran_out = self.at_end = False
-        while in_vain < MAX_TRIES:
+        while batch.missing.size and in_vain < MAX_TRIES:
             had = batch.missing.size
-            got = batch.take(self._claim, fetch)
+            got = batch.take(self._claim, fetch, self._tells)
             if not batch.missing.size:
                 break
             if got.n:
@@ -186,7 +213,7 @@ class EpochReader:
             if left == 0:
                 self.ran_out = self.at_end = True
                 break
-            # The core wakes nobody for rows that are new to an epoch. A claimed row must not be lost to an error: so no wait_rows.
+            # The core wakes nobody for rows that are new to an epoch.
             time.sleep(nap if left is None else min(nap, left))
             nap, helped = min(2 * nap, 5e-3), False
         if batch.missing.size == n:
@@ -194,6 +221,17 @@ class EpochReader:
         return batch.ids, batch.order(sort=not self.shuffle)
 
     # ---- claims -------------------------------------------------------------------------------------------------
+
+    def _batch(self, n: int) -> _Batch:
+        pid = os.getpid()
+        if self._claims[0] != pid:  # a fork child leaves to its parent what that had claimed
+            self._claims = (pid, [], threading.RLock())
+        _, unfinished, lock = self._claims
+        if unfinished:
+            with lock:
+                for taken in tuple(unfinished):
+                    taken.tidy(unfinished)
+        return _Batch(n, unfinished)
 
     def _claim(self, n: int, ids: np.ndarray, of: int | None) -> Claimed:
         """Up to n ids of one epoch into int64 ids, which belong to nobody else then; of: only of this epoch."""
@@ -250,12 +288,12 @@ class EpochReader:
             return got.left < n <= got.left + got.n
         return got.ended
 
-    def _alone(self) -> threading.Lock:
-        """Threads of this process in turn; in a fork child a lock of its own: the parent's may have been held. And an epoch of
-        its own: children would all go on with the same rows."""
+    def _alone(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Threads of this process in turn, a signal handler inside what it interrupts; in a fork child a lock of its own: the
+        parent's may have been held. And an epoch of its own: children would all go on with the same rows."""
         pid = os.getpid()
         if self._lock[0] != pid:
-            self._lock, self._fresh = (pid, threading.Lock()), True
+            self._lock, self._fresh = (pid, threading.RLock()), True
         return self._lock[1]
 
     # ---- what others chose --------------------------------------------------------------------------------------
@@ -331,42 +369,136 @@ def _listed(pairs: list[tuple[str, Any, Any]], which: int) -> str:
     return ", ".join(f"{p[0]}={p[which]!r}" for p in pairs)
 
 
-class _Batch:
-    """A batch that fills up: claimed ids go to the places that are still missing."""
+class _Taken:
+    """Ids that one claim took from all readers: from before the claim (−1: not yet) until a batch of them has been given.
 
-    def __init__(self, n: int):
+    Attributes:
+        stop: how many of them the batch uses that holds it; None: all.
+        epoch, over, tell: of the batch that it is for, see `_Batch`.
+        takers: the batch that holds it is the first of them: an append decides between threads, and signal handlers.
+    """
+
+    __slots__ = ("epoch", "ids", "over", "stop", "takers", "tell")
+
+    def __init__(self, ids: np.ndarray, *takers: _Batch):
+        self.ids, self.takers = ids, [*takers]
+        self.stop: int | None = None
+        self.epoch: int | None = None
+        self.over, self.tell = True, False
+
+    def held_by(self, batch: _Batch) -> bool:
+        return bool(self.takers) and self.takers[0] is batch
+
+    def tidy(self, unfinished: list[_Taken]) -> None:
+        """After the batch that held it was given."""
+        if not self.takers or not self.takers[0].given:
+            return
+        self.ids = self.ids[len(self.ids) if self.stop is None else self.stop :]
+        self.stop = None
+        if self.ids.size:
+            self.takers.clear()
+        else:
+            self.leave(unfinished)
+
+    def leave(self, unfinished: list[_Taken]) -> None:
+        with contextlib.suppress(ValueError):  # a signal handler did it in between
+            unfinished.remove(self)
+
+
+class _Batch:
+    """A batch that fills up: claimed ids go to the places that are still missing.
+
+    Whatever ends it early (Ctrl-C, a destroyed buffer, too few rows) leaves what it had claimed to the next batch of its reader, as
+    nobody else will ever get those rows.
+
+    Attributes:
+        given: to the caller, so its rows are no more to be given.
+    """
+
+    def __init__(self, n: int, unfinished: list[_Taken]):
+        self.unfinished, self.given = unfinished, False
         self.ids, self.done = np.empty(n, np.int64), np.zeros(n, np.uint8)
         self.missing = np.arange(n)
         self.epoch: int | None = None  # of the first claim
+        self.over = False  # nothing more is to be had of that epoch
+        self.tell = False  # and this reader is the one that tells it
         self._takes = 0
+
+    def release(self) -> None:
+        """It will not be given."""
+        for taken in [t for t in self.unfinished if t.held_by(self)]:
+            taken.ids, taken.stop = taken.ids[taken.ids >= 0], None
+            if not taken.ids.size:
+                taken.leave(self.unfinished)
+                continue
+            if self._takes:
+                taken.epoch, taken.over, taken.tell = self.epoch, self.over, self.tell
+            taken.takers.clear()
 
     @property
     def fresh(self) -> bool:
         return not self._takes
 
-    def take(self, claim: Callable[[int, np.ndarray, int | None], Claimed], fetch: Fetch) -> Claimed:
+    def restart(self) -> None:
+        """Its rows are nobody's, and another epoch's are to come."""
+        self.given = True
+        for taken in [t for t in self.unfinished if t.held_by(self)]:
+            taken.tidy(self.unfinished)
+        self.__init__(len(self.ids), self.unfinished)  # type: ignore[misc]
+
+    def resume(self, first_id: int, fetch: Fetch) -> None:
+        """Begin with what earlier batches had claimed and did not give; rows before first_id are gone."""
+        for taken in tuple(self.unfinished):
+            room = len(self.missing)
+            if not room:
+                return
+            taken.takers.append(self)
+            if not taken.held_by(self):
+                continue
+            taken.ids = taken.ids[taken.ids >= first_id]
+            if not taken.ids.size:
+                taken.leave(self.unfinished)
+                continue
+            whole = len(taken.ids) <= room
+            taken.stop = None if whole else room
+            self.epoch, self.over, self.tell = taken.epoch, taken.over or not whole, self.tell or (taken.tell and whole)
+            self._takes += 2  # not one claim of this batch's own: it is to be put in order
+            self._put(taken.ids[:room], fetch)
+
+    def take(
+        self,
+        claim: Callable[[int, np.ndarray, int | None], Claimed],
+        fetch: Fetch,
+        tells: Callable[[int, Claimed, bool], bool],
+    ) -> Claimed:
         """Claim as many as are missing, copy them."""
-        if self.fresh:  # the usual case: all at once
-            got = claim(len(self.ids), self.ids, None)
-            if got.n:
-                self._takes, self.epoch = 1, got.epoch
-                self.done[got.n :] = 1  # not to be fetched
-                fetch(self.ids, self.done)
-                self.done[got.n :] = 0
-                self.missing = (self.done == 0).nonzero()[0]
-            return got
-        more = np.empty(len(self.missing), np.int64)
-        got = claim(len(more), more, self.epoch)
+        first, taken = self.fresh, _Taken(np.full(len(self.missing), -1), self)
+        self.unfinished.append(taken)
+        self.over = True  # until it is known: a Ctrl-C may come before the claim has told
+        got = claim(len(taken.ids), taken.ids, self.epoch)
+        self.tell = self.tell or tells(len(self.ids), got, first)
+        self.over = got.ended or not (got.n or first)  # emptied meanwhile
         if not got.n:
+            taken.leave(self.unfinished)
             return got
+        if first:
+            self.epoch = got.epoch
         self._takes += 1
-        places, rest = self.missing[: got.n], self.missing[got.n :]
-        self.ids[places] = more[: got.n]
-        self.done[rest] = 1
-        fetch(self.ids, self.done)
-        self.done[rest] = 0
-        self.missing = (self.done == 0).nonzero()[0]
+        self._put(taken.ids[: got.n], fetch)
         return got
+
+    def _put(self, ids: np.ndarray, fetch: Fetch) -> None:
+        if len(ids) == len(self.ids):  # the usual case: all at once
+            self.ids = ids
+            fetch(self.ids, self.done)
+        else:
+            places, rest = self.missing[: len(ids)], self.missing[len(ids) :]
+            self.ids = self.ids.copy()  # what was claimed stays as it was
+            self.ids[places] = ids
+            self.done[rest] = 1  # not to be fetched
+            fetch(self.ids, self.done)
+            self.done[rest] = 0
+        self.missing = (self.done == 0).nonzero()[0]
 
     def order(self, *, sort: bool) -> np.ndarray | None:
         """Places of the rows that are there; sort: by id, if they were not claimed in one go."""

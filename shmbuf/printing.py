@@ -31,8 +31,14 @@ def seconds(s: float | None) -> str:
     )
 
 
-def count(n: int | None, what: str = "") -> str:
-    return "-" if n is None else f"{n:,}" + (f" {what}{'' if n == 1 else 's'}" if what else "")
+def count(n: int | None, what: str = "", many: str = "") -> str:
+    return "-" if n is None else f"{n:,}" + (f" {what if n == 1 else many or what + 's'}" if what else "")
+
+
+def rate(per_second: float | None) -> str:
+    if per_second is None:
+        return "-"
+    return f"{per_second:.2g}" if 0 < abs(per_second) < 10 else f"{per_second:,.0f}"
 
 
 def plain(value: Any) -> Any:
@@ -83,13 +89,26 @@ def table(*columns: str, title: str | None = None) -> Any:
     return t
 
 
-STYLES = {"ok": "green", "alive": "green", "no schema yet": "cyan", "dead": "red", "damaged": "red", "closed": "dim"}
+STYLES = {
+    **dict.fromkeys(("ok", "alive", "sound"), "green"),
+    **dict.fromkeys(("no schema yet", "being built"), "cyan"),
+    **dict.fromkeys(("dead", "damaged", "wrong", "unsound"), "red"),
+    "closed": "dim",
+}
 
 
 def styled(text: Any, style: str | None = None) -> Any:
     from rich.text import Text
 
     return Text(printable(text), style=STYLES.get(text, "yellow") if style is None else style)
+
+
+def bar(share: float, width: int = 10) -> Any:
+    """How full something is, 0 to 1."""
+    from rich.text import Text
+
+    full = round(min(max(share, 0.0), 1.0) * width)
+    return Text("█" * full, style="red" if share > 0.9 else "green").append("░" * (width - full), style="dim")
 
 
 def living(state: str, letter: str | None) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from shmbuf.samplers.base import Sampler
+from shmbuf.samplers.epochs import _EpochSampler
 from shmbuf.samplers.sequences import SampleUnit
 from shmbuf.ticket import left_of
 
@@ -47,6 +49,14 @@ def _check_lengths(member: int, sampler: Sampler) -> None:
             f"member {member} draws by {type(sampler).__name__}(num_slices={sampler.num_slices}), whose last batch of a pass has "  # type: ignore[attr-defined]
             "fewer and cannot be filled up: give it slice_len= instead, or drop_last=True"
         )
+
+
+def _put_back(sampler: Sampler, storage: ShmStorage, td: TensorDictBase) -> None:
+    """Rows, or windows about them, that were drawn and cannot be given: where nobody else will ever get them, to the next batch."""
+    reader = sampler._readers.get(storage.buffer) if isinstance(sampler, _EpochSampler) else None
+    if reader is not None:
+        ids = td.get("anchor_row_id", None)
+        reader.put_back((td.get("row_id") if ids is None else ids[td.get("step_in_sequence") == 0]).numpy())
 
 
 class SamplerEnsemble:
@@ -149,6 +159,8 @@ class SamplerEnsemble:
     ) -> tuple[list[TensorDictBase], torch.Tensor]:
         """Parts, each [batch_size / num_buffer_sampled], and the member of each, LongTensor[num_buffer_sampled].
 
+        What was drawn before a member raises is in the next batch of its reader, if it may be drawn but once.
+
         Raises:
             ValueError: batch_size is not divisible. NotEnoughRows, Lapped: of a member.
         """
@@ -162,12 +174,14 @@ class SamplerEnsemble:
             raise ValueError(f"{len(self._samplers)} samplers for {len(storage._storages)} storages")
         each, ids, since = batch_size // self._parts, self.choose(storage, generator), time.monotonic()
         parts: list[Any] = [None] * self._parts
-        for member in ids.unique(sorted=True).tolist():
-            places = (ids == member).nonzero().flatten().tolist()
-            left = left_of(timeout, since) if member else timeout
-            rows = self._of(member, storage[member], each, len(places), generator, left, pin, how)
-            for place, part in zip(places, rows, strict=True):
-                parts[place] = part
+        with ExitStack() as undo:
+            for member in ids.unique(sorted=True).tolist():
+                places = (ids == member).nonzero().flatten().tolist()
+                left = left_of(timeout, since) if member else timeout
+                rows = self._of(member, storage[member], each, len(places), generator, left, pin, how, undo)
+                for place, part in zip(places, rows, strict=True):
+                    parts[place] = part
+            undo.pop_all()
         return parts, ids
 
     def _of(
@@ -180,6 +194,7 @@ class SamplerEnsemble:
         timeout: float | None,
         pin: bool,
         how: dict[str, Any],
+        undo: ExitStack,
     ) -> list[TensorDictBase]:
         """That many parts of one member."""
         buffer, since = storage.buffer, time.monotonic()
@@ -188,12 +203,13 @@ class SamplerEnsemble:
             buffer.seed(int(seed))
         sampler, unit = self._samplers[member], self._units[member]
         if getattr(sampler, "num_slices", None) is not None and parts > 1:  # the batch says how long a slice is
-            first = self._filled(sampler, unit, storage, each, timeout, pin, how)
+            first = self._filled(sampler, unit, storage, each, timeout, pin, how, undo)
             more = [
-                self._filled(sampler, unit, storage, each, left_of(timeout, since), pin, how) for _ in range(parts - 1)
+                self._filled(sampler, unit, storage, each, left_of(timeout, since), pin, how, undo)
+                for _ in range(parts - 1)
             ]
             return [first, *more]
-        td = self._filled(sampler, unit, storage, each * parts, timeout, pin, how)
+        td = self._filled(sampler, unit, storage, each * parts, timeout, pin, how, undo)
         if not each:
             return [td] * parts
         rows = each * (1 if unit is None else unit.rows_per_anchor)
@@ -209,6 +225,7 @@ class SamplerEnsemble:
         timeout: float | None,
         pin: bool,
         how: dict[str, Any],
+        undo: ExitStack,
     ) -> TensorDictBase:
         """n rows, or anchors; a sampler that gives less at the end of its epoch is asked again."""
         drawn: list[Any] = []
@@ -221,10 +238,12 @@ class SamplerEnsemble:
                     drawn.append(sampler.sample(storage, missing, timeout=time_left, pin=pin, **how))
                 else:
                     drawn.append(unit.sample(sampler, storage, missing, timeout=time_left, pin=pin, **how))
+                undo.callback(_put_back, sampler, storage, drawn[-1])
                 got = drawn[-1].batch_size.numel() // per
                 if not (got == missing or 0 < got < missing):
                     raise ValueError(f"{sampler} gave {got:,} for a batch of {missing:,}")
                 missing -= got
+        undo.callback(storage.buffer.refund_samples, n)
         if len(drawn) == 1:
             return drawn[0]
         td: Any = torch.cat(drawn)

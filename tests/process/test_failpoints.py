@@ -1,31 +1,33 @@
-"""Every labelled step of claim, build, ring, role, transaction, clear, skip, sweep and close, of the links of streams, the tree of
-priorities, the limiter and the epochs: kill at hits 1 to 3, kill the
-successor too, stop and continue; the oracle afterwards. A step that never fires fails."""
+"""Every labelled step of the core, its first five passages each: killed; stopped and continued; killed, and who comes to finish the
+work killed at the same step, and who comes then at the next commit. The oracle afterwards. A step that never fires fails."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-GROUPS = {
-    "claim": 4,
-    "ring": 4,
-    "role": 2,
-    "plan": 2,
-    "txn": 8,
-    "post": 4,
-    "clear": 1,
-    "skip": 1,
-    "build": 4,
-    "sweep": 2,
-    "slot": 1,
-    "close": 1,
-    "tree": 5,
-    "link": 11,
-    "limiter": 3,
-    "epoch": 1,
-}
+from tests.process.failpoints import SCENARIOS
+
+SOURCES = Path(__file__).parents[2] / "shmbuf" / "native"
+HEADERS = [h.read_text() for h in SOURCES.glob("*.h") if h.name != "failpoint.h"]
+LABELS = sorted({label for text in HEADERS for label in re.findall(r"\bFAILPOINT\((\w+)\)", text)})
+TOGETHER = 4  # labels that one interpreter walks
+
+
+def group_of(label: str) -> str:
+    return label.split("_")[0]
+
+
+def chunks() -> list:
+    out = []
+    for group in dict.fromkeys(map(group_of, LABELS)):
+        mine = [label for label in LABELS if group_of(label) == group]
+        parts = [mine[i : i + TOGETHER] for i in range(0, len(mine), TOGETHER)]
+        out += [pytest.param(p, id=group if len(parts) == 1 else f"{group} {i + 1}") for i, p in enumerate(parts)]
+    return out
 
 
 def run(*arguments: str) -> str:
@@ -40,19 +42,14 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def names() -> list[str]:
-    return run("-c", "from shmbuf._extension import native; print(*native.FAILPOINTS)").split()
+def test_every_step_in_the_code_is_known_and_every_known_one_is_in_the_code():
+    assert run("-c", "from shmbuf._extension import native; print(*sorted(native.FAILPOINTS))").split() == LABELS
+    assert set(map(group_of, LABELS)) == {group_of(prefix) for prefix in SCENARIOS}
 
 
-def test_every_group_is_walked():
-    assert sorted({n.split("_")[0] for n in names()}) == sorted(GROUPS)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_kill_stop_and_successor(group):
-    mine = [n for n in names() if n.split("_")[0] == group]
-    assert len(mine) == GROUPS[group]
-    assert [line.split()[0] for line in run("-m", "tests.process.failpoints", *mine).splitlines()] == mine
+@pytest.mark.parametrize("labels", chunks())
+def test_killed_stopped_and_taken_over(labels):
+    assert run("-m", "tests.process.failpoints", *labels).split() == labels
 
 
 @pytest.mark.parametrize(("overwritten", "stored"), [(4, 4), (3, 4), (20, 100)])

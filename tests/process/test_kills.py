@@ -1,77 +1,17 @@
-"""SIGKILL at random moments: of collectors, of the drain process, of the creator, while the others go on."""
+"""SIGKILL at random moments, of collectors, learners, drain processes and the creator, while the others go on."""
 
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from shmbuf import Buffer, destroy
 from tests import oracle
-from tests.process import workers
+from tests.process import soak
 
-LARGEST = 24
-KILLS = 2000 if os.environ.get("SHMBUF_SOAK") else 200
-
-
-def supervise(name: str, acks_path: str, kills: int, seed: int, capacity: int) -> None:
-    """Run in a fresh interpreter (no threads of its own, so it may fork): kill and replace until `kills` are done."""
-    rng = random.Random(seed)
-    acks = oracle.Acks(acks_path, 8192)
-    stop = workers.ForkedEvent()
-    Buffer.create(
-        name,
-        capacity,
-        schema=oracle.SCHEMA,
-        ring_bytes=1 << 14,
-        drain="caller",
-        max_collectors=8,
-        trajectories=capacity < 1000,  # looking at every one takes its time
-    ).close()
-    who = iter(range(8192))
-    collectors = {
-        w: workers.fork(workers.collect, name, w, acks.path, LARGEST, stop, w) for w in (next(who) for _ in range(4))
-    }
-    drainers = [workers.fork(workers.drain, name) for _ in range(2)]
-    reader = workers.fork(read_until, name, stop)
-    watch = Buffer.attach(name)
-    done = 0
-    deadline = time.monotonic() + kills / 2
-    while done < kills:
-        assert time.monotonic() < deadline, f"only {done} kills: something hangs: {watch.stats()} {watch.collectors()}"
-        time.sleep(rng.random() * 0.03)
-        if rng.random() < 0.5:
-            w = rng.choice(list(collectors))
-            status = workers.kill(collectors.pop(w))
-            new = next(who)
-            collectors[new] = workers.fork(workers.collect, name, new, acks.path, LARGEST, stop, new)
-        else:
-            i = rng.randrange(len(drainers))
-            status = workers.kill(drainers[i])
-            drainers[i] = workers.fork(workers.drain, name)
-        assert status == signal.SIGKILL, f"a worker ended by itself with wait status {status}"
-        done += 1
-    stop.set()
-    for pid in [*collectors.values(), reader]:
-        assert os.waitpid(pid, 0)[1] == 0
-    oracle.settle(watch)
-    stats = oracle.check(watch, acks.counts, LARGEST, streams=True)
-    print(f"kills={done} rows={stats['rows_total']} acked={acks.counts.sum()} takeovers={stats['takeovers']}")
-    assert stats["rows_total"] > 0
-    for pid in drainers:
-        workers.kill(pid)
-
-
-def read_until(name: str, stop) -> None:
-    buffer = Buffer.attach(name)
-    while not stop.is_set():
-        rows, _ = buffer.draw(32, timeout=30)
-        oracle.check_rows(rows)
-    buffer.close()
+KILLS = 10_000 if os.environ.get("SHMBUF_SOAK") else 280
 
 
 def run_supervisor(code: str, timeout: float = 110) -> str:
@@ -80,15 +20,18 @@ def run_supervisor(code: str, timeout: float = 110) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(KILLS + 20)
-@pytest.mark.parametrize("capacity", [300, 1_000_000], ids=["wraps", "whole"])
-def test_random_kills_of_collectors_and_writers(capacity, tmp_path, unique_name):
-    out = run_supervisor(
-        "from tests.process.test_kills import supervise; "
-        f"supervise({unique_name!r}, {str(tmp_path / 'acks')!r}, {KILLS}, 1, {capacity})",
-        timeout=KILLS / 2 + 10,
-    )
-    assert f"kills={KILLS}" in out
+@pytest.mark.timeout(KILLS + 60)
+def test_random_kills_of_everybody(tmp_path):
+    """See tests/process/soak.py, which is this for longer."""
+    legs = "soak.LEGS" if KILLS > 1000 else "[leg._replace(kills=40) for leg in soak.LEGS]"
+    code = f"from tests.process import soak; print(soak.soak({KILLS}, 1, {str(tmp_path)!r}, {legs}).text())"
+    assert "hangs=0 torn=0 lost=0 doubled=0" in run_supervisor(code, timeout=KILLS + 50)
+
+
+def test_kills_in_the_middle_of_a_transaction(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHMBUF_NATIVE", "failpoints")
+    code = f"from tests.process import soak; print(soak.takeovers({KILLS // 10}, 1, {str(tmp_path)!r}).text())"
+    assert f"{soak.ARMED:38}" in run_supervisor(code)
 
 
 CREATOR = """

@@ -10,84 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, BufferNotFound, RingFull, ShmbufError, StorageLost, __version__, cli, segment
+from shmbuf import Buffer, BufferNotFound, RingFull, StorageLost, __version__, printing, segment
 from shmbuf._extension import native
+from shmbuf.cli import looking
+from tests.unit.helpers_cli import ROOT, SCHEMA, collector, row_of, rows
 
-ROOT = Path(__file__).resolve().parents[2]
-SCHEMA = {"obs": ("float32", (3,)), "next": {"obs": ("float32", (3,)), "done": "bool"}}
-COLLECTOR = """
-import sys
-import numpy as np
-from shmbuf import Buffer
-buf = Buffer.attach(sys.argv[1])
-n = int(sys.argv[2])
-buf.extend({"obs": np.ones((n, 3), "f4"), "next": {"obs": np.ones((n, 3), "f4"), "done": np.zeros(n, bool)}})
-print("put", flush=True)
-sys.stdin.read()
-"""
-
-
-def rows(n: int) -> dict:
-    return {"obs": np.zeros((n, 3), "f4"), "next": {"obs": np.zeros((n, 3), "f4"), "done": np.zeros(n, bool)}}
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-cli-{secrets.token_hex(6)}"
-    yield name
-    path = segment.path_of(name)
-    with suppress(ShmbufError, OSError):
-        segment.destroy(name, force=True)
-    if os.path.lexists(path):
-        os.unlink(path)
-
-
-@contextmanager
-def collector(name: str, n: int) -> Iterator[subprocess.Popen]:
-    """A second process that has put n rows and stays attached."""
-    p = subprocess.Popen([sys.executable, "-c", COLLECTOR, name, str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert p.stdout.readline() == b"put\n"
-        yield p
-    finally:
-        p.kill()
-        p.communicate()
-
-
-@pytest.fixture
-def shminfo(capsys: pytest.CaptureFixture) -> Callable:
-    """Runs it in this process: (exit status, stdout, stderr)."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main(list(args))
-        except SystemExit as e:
-            status = e.code
-        return (status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def shminfo_json(shminfo: Callable) -> Callable:
-    def run(*args: str):
-        status, out, err = shminfo(*args)
-        assert (status, err) == (0, "")
-        return json.loads(out)
-
-    return run
-
-
-def row_of(out: str, name: str) -> str:
-    return next(line for line in out.splitlines() if line.startswith(name))
-
+pytest_plugins = ["tests.unit.fixtures_cli"]
 
 # ---- list --------------------------------------------------------------------------------------------------------
 
@@ -132,15 +66,15 @@ def test_list_names_a_buffer_without_schema_and_one_that_lost_its_creator(name, 
 
 def test_a_buffer_destroyed_while_the_list_is_made_is_left_out(name, shminfo_json, monkeypatch):
     with Buffer.create(name, 10):
-        listed = list(cli.buffers(os.getuid()))
+        listed = list(looking.buffers(os.getuid()))
     segment.destroy(name)
-    monkeypatch.setattr(cli, "buffers", lambda owner: listed)
+    monkeypatch.setattr(looking, "buffers", lambda owner: listed)
     assert name in [n for _, n in listed] and name not in [i["name"] for i in shminfo_json("--json")]
 
 
 def test_rows_that_wait_in_rings_are_told_of(name, shminfo, shminfo_json):
     code = (
-        "import os, signal, sys; from shmbuf import Buffer; from tests.unit.test_cli import SCHEMA, rows\n"
+        "import os, signal, sys; from shmbuf import Buffer; from tests.unit.helpers_cli import SCHEMA, rows\n"
         "bufs = [Buffer.create(sys.argv[1], 100, schema=SCHEMA, drain='caller'), Buffer.attach(sys.argv[1])]\n"
         "bufs[0].extend(rows(1)), bufs[0].put(rows(2)), bufs[1].put(rows(3)), os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -149,12 +83,16 @@ def test_rows_that_wait_in_rings_are_told_of(name, shminfo, shminfo_json):
     assert (info["size"], info["waiting_rows"]) == (1, 5)
     assert row_of(shminfo()[1], name).split()[-5:-3] == ["1", "5"]
     assert re.search("written +1 row, 5 waiting in rings\n", shminfo("show", name)[1])
-    assert shminfo("rm", name) == (0, f"removed {name}, and with it 5 rows that waited in rings\n", "")
+    memory = os.stat(segment.path_of(name)).st_blocks * 512
+    freed = f"{memory / (1 << 20):.1f} MiB freed"
+    assert shminfo("rm", name) == (0, f"removed {name}, and with it 5 rows that waited in rings: {freed}\n", "")
     with Buffer.create(name, 100, schema=SCHEMA, drain="caller") as buf:
         buf.extend(rows(2))
         assert "waiting" not in shminfo("show", name)[1]
+    memory = os.stat(segment.path_of(name)).st_blocks * 512
     (result,) = shminfo_json("rm", name, "--json")
     assert (result["removed"], result["waiting_rows"]) == (True, 0)
+    assert (result["freed_bytes"], result["held_bytes"]) == (memory, 0)
 
 
 def test_list_of_a_user_without_buffers(shminfo, shminfo_json):
@@ -324,17 +262,17 @@ def test_looking_leaves_no_trace(name, shminfo):
 
 def test_a_look_in_progress_does_not_keep_a_buffer_from_being_destroyed(name, monkeypatch):
     Buffer.create(name, 100, schema=SCHEMA).close()
-    read = cli._read
+    read = looking.read
 
     def destroy_meanwhile(*args) -> None:
         segment.destroy(name)
         read(*args)
 
-    monkeypatch.setattr(cli, "_read", destroy_meanwhile)
-    info = cli.look(name, os.getuid(), whole=True)
+    monkeypatch.setattr(looking, "read", destroy_meanwhile)
+    info = looking.look(name, os.getuid(), whole=True)
     assert (info["state"], info["attached"], info["members"]) == ("being destroyed", False, [])
     with pytest.raises(BufferNotFound):
-        cli.look(name, os.getuid())
+        looking.look(name, os.getuid())
 
 
 # ---- rm ----------------------------------------------------------------------------------------------------------
@@ -346,7 +284,10 @@ def test_rm_refuses_what_is_in_use_and_force_takes_it(name, shminfo):
         assert (status, out) == (1, "") and "--force" in err
         assert err.startswith(f"shminfo: buffer '{name}' is attached: pid {p.pid} (")
         assert os.path.exists(segment.path_of(name))
-        assert shminfo("rm", "--force", name) == (0, f"removed {name}\n", "")
+        status, out, err = shminfo("rm", "--force", name)
+        assert (status, err) == (0, "") and re.fullmatch(
+            f"removed {name}: [0-9.]+ .iB are free when the last process lets go\n", out
+        )
         assert not os.path.exists(segment.path_of(name))
         with pytest.raises(StorageLost):
             buf.put(rows(1))
@@ -475,8 +416,17 @@ def test_usage(shminfo):
     assert shminfo("--version") == (0, f"shminfo {__version__}\n", "")
     status, out, _ = shminfo("--help")
     assert status == 0 and "examples:" in out and "shminfo rm" in out
-    wrong = "show", "rm", "nonsense", "--nonsense", "--all-users show x", "--all-users --owner 1", "--owner me"
-    for args in map(str.split, wrong):
+    assert all(
+        re.search(f"^    {c} ", out, re.M)
+        for c in ["list", "show", "top", "check", "doctor", "rm", "gc", "metrics", "plot"]
+    )
+    wrong = (
+        "show, rm, nonsense, --nonsense, --all-users show x, --all-users --owner 1, --owner me, --all-users top x, top, "
+        "top x --interval 0, top x --interval nan, top x --interval soon, check, check x y, doctor x, gc x, plot x, "
+        "plot -o x.png, plot x -o x.png --seconds -1, metrics --serve, metrics --serve 65536, metrics --serve 1.5, "
+        "metrics --all-users --owner 1, gc --all-users"
+    )
+    for args in map(str.split, wrong.split(", ")):
         status, out, err = shminfo(*args)
         assert (status, out) == (2, "") and "usage:" in err
 
@@ -490,7 +440,11 @@ def test_it_never_imports_torch(name):
         buf.extend(rows(3))
         code = (
             "import sys; from shmbuf.cli import main\n"
-            "assert main(['show', sys.argv[1]]) == main([]) == main(['--json']) == 0\n"
+            "name, once = sys.argv[1], ['--once', '--interval', '0.01']\n"
+            "for a in (['show', name], [], ['--json'], ['top', name, *once], ['top', name, *once, '--json'], "
+            "['check', name], ['gc', '--dry-run'], ['metrics', name]):\n"
+            "    assert main(a) == 0, a\n"
+            "assert main(['doctor']) in (0, 1)\n"
             "sys.exit(', '.join(m for m in ('torch', 'tensordict', 'numpy') if m in sys.modules) or None)"
         )
         done = python(code, name)
@@ -583,3 +537,14 @@ def test_counters_of_a_reused_ring_start_again(name: str) -> None:
         now = looker.collectors()[0]
         assert (now["put_rows"], now["stored_rows"], now["refused_rows"], now["incarnation"]) == (2, 0, 0, 2)
         second.close()
+
+
+def test_bars_and_numbers_of_damaged_words_stay_small() -> None:
+    assert [printing.bar(share, 4).plain for share in (-3.0, 0.0, 0.5, 1.0, 1e15)] == [
+        "░░░░",
+        "░░░░",
+        "██░░",
+        "████",
+        "████",
+    ]
+    assert printing.nbytes(1 << 63) == "8388608.0 TiB" and printing.rate(0.125) == "0.12" and printing.rate(-5e18)
