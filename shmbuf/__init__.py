@@ -33,6 +33,7 @@ _HOME = {
     "destroy": "segment",
     "Buffer": "buffer",
     "Pin": "pins",
+    **dict.fromkeys(("Estimate", "estimate"), "memory"),
     "Trajectory": "trajectories",
     "Ticket": "ticket",
     "ShmStorage": "storage",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from shmbuf.ensemble import ReplayBufferEnsemble, StorageEnsemble
     from shmbuf.errors import *  # noqa: F403
     from shmbuf.limiter import MinSize, Queue, RateLimiter
+    from shmbuf.memory import Estimate, estimate
     from shmbuf.pins import Pin
     from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
     from shmbuf.samplers import (

@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,9 +15,9 @@ from typing import Any, TypeVar
 import msgpack
 import numpy as np
 
-from shmbuf import segment, streams
+from shmbuf import failures, memory, segment, streams
 from shmbuf._extension import native
-from shmbuf.errors import BufferExists, BufferFormatError, BufferNotFound, ShmbufError, StorageLost
+from shmbuf.errors import BufferExists, BufferFormatError, BufferNotFound, NotEnoughMemory, ShmbufError, StorageLost
 from shmbuf.schema import Schema, flatten
 from shmbuf.settings import DEFAULTS, FULL, check_settings
 from shmbuf.ticket import seconds_of
@@ -51,6 +52,7 @@ class Attachment:
             handle.close()
             raise segment.damaged(self.name, f"its configuration cannot be read: {e}", self._owner) from None
         handle.seed(secrets.randbits(64))
+        failures.attached[id(handle)] = self
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _finalize, handle, self.name, None, 0)
 
@@ -91,7 +93,8 @@ class Attachment:
                 ``"drop_newest"`` (what is being put), ``"drop_oldest"`` (what is in the ring;
                 while whoever drains is stuck nobody can, and the new rows go instead). Drops are counted.
             timeout: seconds that ``"block"`` waits; None: for ever.
-            mode, group: permissions of the segment; world access is refused.
+            mode, group: permissions of the segment, whatever the umask; that everybody may write is refused. With 0o644 other
+                users may look: ``attach(name, owner=uid, readonly=True)``.
             drain: who moves rows from the rings into the buffer: a ``"thread"`` of this process, a ``"process"`` of its own,
                 or only the ``"caller"`` that needs it (deterministic).
             exists: if the name is taken: ``"error"``, ``"attach"`` or ``"replace"`` (only when nobody is attached).
@@ -220,10 +223,23 @@ class Attachment:
     def _start_draining(self) -> None:
         if self._drain == "thread":
             self._handle.start_thread(False)
+            if not self._handle.has_thread:
+                failures.log.warning(
+                    "buffer %r: no thread is to be had for the drain (ulimit -u, a pids cgroup or memory limit?): rows are stored "
+                    "by whoever extends, waits or samples",
+                    self.name,
+                )
         elif self._drain == "process":
             command = [sys.executable, "-m", "shmbuf.drain", self.name, "--leave-when-alone"]
             with segment.enough_files():
-                self._drain_process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+                try:
+                    self._drain_process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+                except BlockingIOError as e:
+                    raise BlockingIOError(
+                        e.errno,
+                        f'drain="process": {e.strerror}: no process is to be had (ulimit -u, a pids cgroup?). drain="thread" or '
+                        '"caller" needs none',
+                    ) from None
 
     def close(self) -> None:
         """Let go: what this handle put is drained if nobody else is at it, its ring is given back. An unnamed buffer goes
@@ -256,6 +272,9 @@ class Attachment:
         self._finalizer.detach()
         instance = self._header["instance_id"] if self._owns else None
         self._finalizer = weakref.finalize(self, _finalize, self._handle, self.name, instance, os.getpid())
+        util = sys.modules.get("multiprocessing.util")
+        if self._owns and util is not None:  # a forked multiprocessing child ends without atexit
+            util.Finalize(None, self._finalizer, exitpriority=0)
 
     @property
     def closed(self) -> bool:
@@ -276,6 +295,8 @@ class Attachment:
         if why == "destroyed":
             raise StorageLost(f"buffer {self.name!r} was destroyed") from None
         if why != "forked" or self.closed:
+            if not threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread():
+                raise SystemExit  # a daemon thread of an interpreter that ends: quietly
             raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
         instance = self._header["instance_id"]
         self._finalizer.detach()
@@ -300,6 +321,8 @@ class Attachment:
             return getattr(self._handle, method)(*args)
         except native.FormatError as e:
             raise segment.damaged(self.name, e, self._owner) from None
+        except native.MapError as e:
+            raise NotEnoughMemory(memory.unmappable(e)) from None
 
     def _get(self, attribute: str) -> Any:
         try:
@@ -309,6 +332,8 @@ class Attachment:
             return getattr(self._handle, attribute)
         except native.FormatError as e:
             raise segment.damaged(self.name, e, self._owner) from None
+        except native.MapError as e:
+            raise NotEnoughMemory(memory.unmappable(e)) from None
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from shmbuf import segment
-from shmbuf.errors import ShmbufError
+from shmbuf.errors import BufferNotFound, ShmbufError
 
 
 class _Stop(BaseException):
@@ -51,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         run(args.name, leave_when_alone=args.leave_when_alone, quiet=args.leave_when_alone)
     except (KeyboardInterrupt, _Stop):
         return 0
+    except BufferNotFound as e:
+        if args.leave_when_alone:  # it ended before this process had begun
+            return 0
+        print(f"shmbuf.drain: {e}", file=sys.stderr)
+        return 1
     except (ShmbufError, ValueError, PermissionError) as e:
         print(f"shmbuf.drain: {e}", file=sys.stderr)
         return 1

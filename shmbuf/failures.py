@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from shmbuf import segment
+from shmbuf._extension import native
 from shmbuf.errors import (
     CommitInterrupted,
     CommitPending,
@@ -15,7 +18,7 @@ from shmbuf.errors import (
     StorageLost,
     TooManyCollectors,
 )
-from shmbuf.limiter import collectors_text
+from shmbuf.limiter import collectors_text, waiting_text
 
 if TYPE_CHECKING:
     from shmbuf.attachment import Attachment
@@ -88,6 +91,45 @@ def pins_text(buffer: Attachment) -> str | None:
     return f"pid {first['pid']} ({first['command']}) has pinned the rows from id {first['first_id']:,} on, {left}"
 
 
+attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()  # by the id of the native handle
+log = logging.getLogger("shmbuf")
+
+
+def _long_wait(handle: Any, seconds: float) -> None:
+    """Called by waits that last."""
+    buffer = attached.get(id(handle))
+    if buffer is not None:
+        log.warning("%s", long_wait_text(buffer, seconds))
+
+
+def long_wait_text(buffer: Attachment, seconds: float) -> str:
+    """What this process has been waiting for, and why it is not there."""
+    me, slot = (os.getpid(), segment.pid_namespace()), buffer._handle.slot
+    mine_too = (
+        m["waits_for"] for m in buffer._call("members") if (m["pid"], m["pid_namespace"]) == me and m["waits_for"]
+    )
+    what = next(mine_too, None)
+    counters = buffer._call("counters")
+    begin = f"buffer {buffer.name!r}: waiting for {seconds:.0f} s"
+    if what == "limiter":
+        state = buffer._call("limiter", 1)
+        return f"{begin} to sample: {waiting_text(state, 1) if state else 'the limiter has gone'}"
+    if what in ("rows", "schema"):
+        alive = sum(c["state"] == "alive" for c in buffer._call("collectors"))
+        why = held_up_text(buffer) if counters["ring_used_bytes"] else "the rings are empty"
+        return f"{begin} for rows: {counters['size']:,} are stored, {alive} collectors are attached; {why}"
+    mine = next((c for c in buffer._call("collectors") if c["slot"] == slot), None)
+    ring = (
+        f"the ring of collector {slot} ({mine['ring_used']:,} of {mine['ring_bytes']:,} bytes used)"
+        if mine
+        else "its ring"
+    )
+    return f"{begin} for {'room in' if what == 'room' else 'what lies in'} {ring}: {held_up_text(buffer)}"
+
+
+native.set_long_wait(_long_wait)
+
+
 def writer_text(buffer: Attachment) -> str:
     c = buffer._call("counters")
     pid = c["writer_pid"]
@@ -96,12 +138,13 @@ def writer_text(buffer: Attachment) -> str:
             return 'this buffer is drained by its callers: drain(), extend() with full="block", or whoever waits.'
         last = f"pid {pid} did last" if pid else "nobody did yet"
         return f"nobody drains at this moment ({last}). Enlarge ring_bytes, or give the drain more of a core."
-    state = segment.process_state(pid)
+    here = c["writer_pid_namespace"] == segment.pid_namespace()
+    state = segment.process_state(pid) if here else "of another pid namespace"
     doing = {
         "T": "is stopped (SIGSTOP): continue it with SIGCONT or kill it",
         "Z": "is a zombie",
         None: "is gone",
-    }.get(state, f"is in state {state}")
+    }.get(state, f"is in state {state}" if here else f"is {state}")
     age = (
         f"the last transaction was {c['writer_age']:.1f} s ago"
         if c["writer_age"] >= 0

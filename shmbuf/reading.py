@@ -70,7 +70,7 @@ class Reading(Attachment):
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; cheap, never blocks, from any process.
 
-        ``size`` (rows), ``write_count``, ``capacity``, ``utilization``, ``initialized`` (has a schema); of rings: ``put_rows``,
+        ``size`` (rows), ``linked`` (its name still exists), ``write_count``, ``capacity``, ``utilization``, ``initialized`` (has a schema); of rings: ``put_rows``,
         ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
@@ -91,6 +91,7 @@ class Reading(Attachment):
             "capacity": self.capacity,
             "utilization": c["size"] / self.capacity,
             "initialized": self._handle.ready,
+            "linked": self._handle.linked,
             "replay_ratio": c["sampled_rows"] / c["rows_total"] if c["rows_total"] else 0.0,
             "priorities": p,
             "limiter": figures(self._call("limiter", 1)),

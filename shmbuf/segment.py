@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 import posix_ipc
 
+from shmbuf import memory
 from shmbuf._extension import native
 from shmbuf.errors import (
     BufferExists,
@@ -32,11 +33,9 @@ from shmbuf.errors import (
 from shmbuf.schema import Schema
 from shmbuf.streams import resolve
 
-SHM_DIR = "/dev/shm"
-MAX_MEMBERS = 256
+SHM_DIR = memory.SHM_DIR
 UNNAMED = "unnamed."
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-_HEADROOM = 16 << 20  # left free for everybody else
 
 
 def check_name(name: Any) -> str:
@@ -57,6 +56,14 @@ def names(owner: int | None = None) -> list[str]:
     """Buffers of one user (default: this one), by name."""
     prefix = file_name("", owner)
     return sorted(f[len(prefix) :] for f in os.listdir(SHM_DIR) if f.startswith(prefix))
+
+
+def pid_namespace() -> int:
+    """In which this process's pids count; 0 without /proc."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def process_state(pid: int) -> str | None:
@@ -92,90 +99,6 @@ def enough_files() -> Iterator[None]:
         raise TooManyOpenFiles(e.errno, text) from None
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------
-
-
-def _read_int(path: str) -> int | None:
-    try:
-        with open(path) as f:
-            return int(f.read())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
-
-
-def _cgroup_headroom() -> int | None:
-    """What this process's memory cgroup (v2 or v1) and those above it still allow, file cache counted as free."""
-    try:
-        with open("/proc/self/cgroup") as f:
-            lines = [line.rstrip("\n").split(":", 2) for line in f]
-    except OSError:
-        return None
-    least: int | None = None
-    for _, controllers, path in lines:
-        if controllers == "":
-            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "
-        elif "memory" in controllers.split(","):
-            root, limit, usage, cache = (
-                "/sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file ",
-            )
-        else:
-            continue
-        while True:
-            at = root + (path if path != "/" else "")
-            most, used = _read_int(f"{at}/{limit}"), _read_int(f"{at}/{usage}")
-            if most is not None and used is not None:
-                try:
-                    with open(f"{at}/memory.stat") as f:
-                        used -= next((int(x.split()[1]) for x in f if x.startswith(cache)), 0)
-                except OSError:
-                    pass
-                least = min(x for x in (least, max(0, most - used)) if x is not None)
-            if path in ("/", ""):
-                break
-            path = os.path.dirname(path)
-    return least
-
-
-def _mem_available() -> int | None:
-    try:
-        with open("/proc/meminfo") as f:
-            return next((int(x.split()[1]) * 1024 for x in f if x.startswith("MemAvailable:")), None)
-    except OSError:
-        return None
-
-
-def _shm_free() -> int:
-    s = os.statvfs(SHM_DIR)
-    return s.f_bavail * s.f_frsize
-
-
-def require_memory(need: int, what: str) -> None:
-    """The OOM killer comes before ENOSPC does, so look first. Raises NotEnoughMemory."""
-    left = {
-        "/dev/shm": _shm_free(),
-        "the machine (MemAvailable)": _mem_available(),
-        "the memory cgroup": _cgroup_headroom(),
-    }
-    where, least = min(((k, v) for k, v in left.items() if v is not None), key=lambda kv: kv[1])
-    if need + _HEADROOM > least:
-        raise NotEnoughMemory(_too_little(need, what, where, least))
-
-
-def _too_little(need: int, what: str, where: str, left: int) -> str:
-    remedy = {
-        "/dev/shm": "Enlarge it (docker: --shm-size=… or --ipc=host; Kubernetes: an emptyDir with medium: Memory; "
-        "else: mount -o remount,size=… /dev/shm)",
-        "the memory cgroup": "Raise the container's or job's memory limit",
-    }.get(where, "Free memory")
-    return (
-        f"{what} needs {need:,} bytes, {where} has {left:,} left. {remedy}, choose a smaller capacity, or remove "
-        "buffers nobody needs (`shminfo` lists them). Nothing was created."
-    )
-
-
 # ---- create, attach, build, destroy ----------------------------------------------------------------------------
 
 
@@ -199,10 +122,10 @@ def create(
             f"buffer name {name!r}: names that begin with {UNNAMED!r} are for buffers without a name, which are cleaned up"
         )
     name = f"{UNNAMED}{secrets.token_hex(8)}" if name is None else name
-    if mode & 0o007:
-        raise ValueError(f"mode {mode:#o} lets everybody in; share with a group instead: mode=0o660, group=…")
-    need = native.config_bytes(max_collectors, MAX_MEMBERS, len(config))
-    require_memory(need, "the buffer's configuration")
+    if mode & 0o003:
+        raise ValueError(f"mode {mode:#o} lets everybody write; share with a group instead: mode=0o660, group=…")
+    need = native.config_bytes(max_collectors, memory.MAX_MEMBERS, len(config))
+    memory.require(need, "the buffer's configuration")
     fd = _not_std(os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     handle = None
     try:
@@ -215,7 +138,13 @@ def create(
                 raise ValueError(f"group={group!r}: no such group") from None
         os.fchmod(fd, mode)  # not through the umask
         os.posix_fallocate(fd, 0, need)
-        native.format(fd, capacity, max_collectors, MAX_MEMBERS, ring_bytes, config, secrets.randbits(64), unnamed)
+        native.format(
+            fd, capacity, max_collectors, memory.MAX_MEMBERS, ring_bytes, config, secrets.randbits(64), unnamed
+        )
+        if not os.path.exists(f"/proc/self/fd/{fd}"):
+            raise OSError(
+                errno.ENOTSUP, "/proc is not mounted here: a buffer gets its name through it. mount -t proc proc /proc"
+            )
         lock_fd = _not_std(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         keep, fd = fd, -1
         handle = native.Handle(keep, lock_fd)  # takes both, also when it raises
@@ -230,7 +159,11 @@ def create(
         if e.errno == errno.EEXIST:
             raise BufferExists(_exists_text(name)) from None
         if e.errno == errno.ENOSPC:
-            raise NotEnoughMemory(_too_little(need, "the buffer's configuration", "/dev/shm", _shm_free())) from None
+            raise NotEnoughMemory(
+                memory.too_little(need, "the buffer's configuration", "/dev/shm", memory.shm_free())
+            ) from None
+        if e.errno == errno.EFBIG:
+            raise NotEnoughMemory(memory.too_large(need, "the buffer's configuration")) from None
         raise
     finally:
         if fd >= 0:
@@ -310,8 +243,9 @@ def attach(
         except posix_ipc.ExistentialError:
             continue
         except posix_ipc.PermissionsError:
+            mode = stat.S_IMODE(os.lstat(path_of(name, owner)).st_mode)
             raise PermissionError(
-                f"{path_of(name, owner)}: this user may not open it"
+                f"{path_of(name, owner)}: uid {os.getuid()} may not open it (mode {mode:#o})"
                 + ("" if readonly else " for writing; look with readonly=True")
             ) from None
         inodes = [os.fstat(fd) for fd in fds]
@@ -323,6 +257,8 @@ def attach(
             handle = native.Handle(*fds, flags)
         except native.FormatError as e:
             raise damaged(name, e, owner) from None
+        except native.MapError as e:
+            raise NotEnoughMemory(memory.unmappable(e)) from None
         if flags & native.NO_PRESENCE:
             return handle
         if handle.present:
@@ -388,36 +324,33 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
     while not handle.ready:
         if handle.destroyed:
             raise StorageLost("the buffer was destroyed before it got its schema")
-        if not handle.try_lock_build():
-            if give_up is not None and time.monotonic() >= give_up:
-                pid = handle.builder_pid
-                raise RingFull(
-                    f"pid {pid} (state {process_state(pid) or 'gone'}) has been reserving the buffer's memory for its first rows for "
-                    f"{seconds:g} s. Nothing was put."
-                )
-            time.sleep(0.001)  # the lock goes with its holder
-            continue
-        try:
+        try:  # around the lock, too: Ctrl-C may come between it and us
+            if not handle.try_lock_build():
+                if give_up is not None and time.monotonic() >= give_up:
+                    pid = handle.builder_pid
+                    raise RingFull(
+                        f"pid {pid} (state {process_state(pid) or 'gone, or of another pid namespace'}) has been reserving the "
+                        f"buffer's memory for its first rows for {seconds:g} s. Nothing was put."
+                    )
+                time.sleep(0.001)  # the lock goes with its holder
+                continue
             if handle.ready:
                 break
             h = handle.header
-            ring = native.ring_bytes(h["ring_bytes"], schema.row_bytes)
-            rows = h["capacity"] * schema.row_bytes
-            what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {ring:,},"
-            rows += native.bookkeeping_bytes(h["capacity"], marks.keep)
-            require_memory(rows + native.ring_stride(ring, marks.keep), what)
+            need = memory.of(schema, h["capacity"], h["max_collectors"], h["ring_bytes"], marks.keep, h["config_bytes"])
+            what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {need.ring:,},"
+            rows = need.total - need.configuration
+            memory.require(rows + need.ring, what, need)
             if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native()):
                 if error == errno.EFBIG:
-                    raise NotEnoughMemory(
-                        f"{what} is larger than a file may be here (RLIMIT_FSIZE, `ulimit -f`). Nothing was built."
-                    )
+                    raise NotEnoughMemory(memory.too_large(rows, what))
                 if error == errno.ENOMEM:
                     raise NotEnoughMemory(
-                        f"{what} cannot be mapped: {h['max_collectors']:,} rings of {ring:,} bytes and the rows exceed this process's "
+                        f"{what} cannot be mapped: {h['max_collectors']:,} rings of {need.ring:,} bytes and the rows exceed this process's "
                         "address space (RLIMIT_AS, `ulimit -v`). Choose a smaller max_collectors or ring_bytes. Nothing was built."
                     )
                 if error == errno.ENOSPC:
-                    raise NotEnoughMemory(_too_little(rows, what, "/dev/shm", _shm_free()))
+                    raise NotEnoughMemory(memory.too_little(rows, what, "/dev/shm", memory.shm_free(), need))
                 raise OSError(error, f"growing the segment: {os.strerror(error)}")
         finally:
             handle.unlock_build()
@@ -442,7 +375,7 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
     path = path_of(name, owner)
     try:
         handle = attach(name, owner=owner, presence=False)
-    except (BufferFormatError, RuntimeError):  # damaged, or more than this process can map
+    except (BufferFormatError, NotEnoughMemory):  # damaged, or more than this process can map
         if not force or not stat.S_ISREG(os.lstat(path).st_mode):
             raise
         os.unlink(path)
@@ -454,10 +387,16 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         lock_fd = _open("/" + file_name(name, owner), False)
         if os.fstat(lock_fd).st_ino != handle.inode:  # replaced between the two openings
             raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
+        # Only who holds this byte of an inode removes that inode's name: two at once never remove a successor's.
+        if not native.lock_byte(lock_fd, native.LOCK_DESTROY, True):
+            raise BufferInUse(f"buffer {name!r} is being destroyed by another process")
         if not native.lock_byte(lock_fd, native.LOCK_PRESENCE, True) and not force:
-            live, me = [m for m in handle.members() if m["alive"]], os.getpid()
-            who = list(dict.fromkeys(f"pid {m['pid']} ({m['command']})" for m in live if m["pid"] != me))[:8]
-            if sum(m["pid"] == me for m in live) > 1:  # one is the handle of this call
+            live, me = [m for m in handle.members() if m["alive"]], (os.getpid(), pid_namespace())
+            mine = [(m["pid"], m["pid_namespace"]) == me for m in live]
+            who = list(
+                dict.fromkeys(f"pid {m['pid']} ({m['command']})" for m, own in zip(live, mine, strict=True) if not own)
+            )[:8]
+            if sum(mine) > 1:  # one is the handle of this call
                 who.append("this process (.close() its handles first)")
             if not who:
                 who.append("a read-only handle, of this process or another")
@@ -465,18 +404,16 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
                 f"buffer {name!r} is attached: {', '.join(who)}. Close those handles, or destroy({name!r}, force=True) / "
                 f"`shminfo rm --force {name}` to take it from under them."
             )
-        # Only who holds this byte of an inode removes that inode's name: two at once never remove a successor's.
-        if not native.lock_byte(lock_fd, native.LOCK_DESTROY, True):
-            raise BufferInUse(f"buffer {name!r} is being destroyed by another process")
         if os.stat(path).st_ino != handle.inode:
             raise BufferNotFound(f"the buffer that was named {name!r} is gone; the name means another one now")
+        handle.mark_destroying()  # so that the drain thread (handle.h, sweep) ends what we are killed in the middle of
         try:
             posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
         except posix_ipc.PermissionsError:
             raise PermissionError(
                 f"{path} belongs to uid {os.stat(path).st_uid}; only he may remove it (/dev/shm is sticky)"
             ) from None
-        handle.mark_destroyed()  # if we are killed before this, a drain thread notices (handle.h, sweep)
+        handle.mark_destroyed()
     except (posix_ipc.ExistentialError, FileNotFoundError) as e:
         raise e if isinstance(e, BufferNotFound) else BufferNotFound(_not_found_text(name, owner)) from None
     finally:

@@ -23,12 +23,12 @@ def check_settings(
             raise ValueError(f"{number}={count!r}: a whole number")
     if not 0 < max_collectors <= MAX_COLLECTORS:
         raise ValueError(f"max_collectors={max_collectors!r}: 1 to {MAX_COLLECTORS}")
+    if ring_bytes is not None and not 0 < ring_bytes <= 1 << 34:
+        raise ValueError(f"ring_bytes={ring_bytes!r}: 1 to {1 << 34}")
     if ring_bytes is not None and ring_bytes * max_collectors > 1 << 44:
         raise ValueError(
             f"{max_collectors:,} rings of {ring_bytes:,} bytes: more than {1 << 44:,} in all cannot be mapped"
         )
-    if ring_bytes is not None and not 0 < ring_bytes <= 1 << 34:
-        raise ValueError(f"ring_bytes={ring_bytes!r}: 1 to {1 << 34}")
     choices = (("full", full, FULL), ("drain", drain, DRAIN), ("exists", exists, EXISTS))
     for what, value, allowed in choices:
         if value not in allowed:

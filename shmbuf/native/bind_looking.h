@@ -51,7 +51,7 @@ nb::dict counters(const H &h) {
   d["clears"] = b.clears, d["malformed_records"] = b.malformed;
   d["put_rows"] = put, d["dropped_rows"] = dropped, d["refused_rows"] = refused, d["blocked_seconds"] = double(blocked) * 1e-9;
   d["transactions"] = load(c.transactions, relaxed), d["takeovers"] = load(c.takeovers, relaxed);
-  d["writer_pid"] = load(c.writer_pid, relaxed);
+  d["writer_pid"] = load(c.writer_pid, relaxed), d["writer_pid_namespace"] = load(c.writer_pid_namespace, relaxed);
   u64 beat = load(c.last_transaction_ns, relaxed), t = now_ns();
   d["writer_age"] = beat ? double(t > beat ? t - beat : 0) * 1e-9 : -1.0;
   const Journal &j = s.journal();

@@ -20,7 +20,10 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
     extras.leaves = leaves.data();
   }
   // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
-  auto put = [&](bool may_wait) { return h->put(columns.data(), u32(columns.size()), extras, n, Full(full), deadline_in(timeout), wake, may_wait, t.state, no_signal); };
+  Patience patience{h};
+  auto put = [&](bool may_wait) {
+    return h->put(columns.data(), u32(columns.size()), extras, n, Full(full), deadline_in(timeout), wake, may_wait, t.state, [&] { return patience(); });
+  };
   t.status = h->fits_at_once(n, kHoldGil) ? put(false) : Status::would_wait;
   if (t.status == Status::would_wait) {
     nb::gil_scoped_release r;
@@ -108,7 +111,8 @@ Ticket clear(const H &h, bool keep_write_count, double timeout) {
   u64 deadline = deadline_in(timeout);
   {
     nb::gil_scoped_release r;
-    t.status = h->clear(keep_write_count ? u32(kKeepWriteCount) : 0u, deadline, t.state, no_signal);
+    Patience patience{h};
+    t.status = h->clear(keep_write_count ? u32(kKeepWriteCount) : 0u, deadline, t.state, [&] { return patience(); });
   }
   if (t.status == Status::interrupted) throw nb::python_error();
   return t;

@@ -117,7 +117,8 @@ int acquire_samples(const H &h, u64 n, double timeout) {
   if (s == Status::would_wait) {
     u64 deadline = deadline_in(timeout);
     nb::gil_scoped_release r;
-    s = h->sampling().acquire_samples(n, deadline, true, no_signal);
+    Patience patience{h};
+    s = h->sampling().acquire_samples(n, deadline, true, [&] { return patience(); });
   }
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);
@@ -273,7 +274,8 @@ int wait_rows(const H &h, u64 rows, double timeout) {
   Status s;
   {
     nb::gil_scoped_release r;
-    s = h->wait_rows(rows, deadline, no_signal);
+    Patience patience{h};
+    s = h->wait_rows(rows, deadline, [&] { return patience(); });
   }
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);

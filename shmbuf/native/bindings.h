@@ -33,6 +33,25 @@ bool no_signal() {
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() == 0;
 }
+// The same, and of a wait that lasts a word now and then: long_wait(handle, seconds), after 10 s, 20 s, 40 s …
+PyObject *long_wait = nullptr;
+u64 long_wait_ns = 10'000'000'000;
+struct Patience {
+  const std::shared_ptr<Handle> &handle;
+  u64 began = 0, next = 0;
+  bool operator()() {
+    nb::gil_scoped_acquire gil;
+    const u64 now = now_ns();
+    if (!began) began = now, next = long_wait_ns;
+    if (long_wait && now - began >= next) {
+      next = 2 * (now - began);
+      nb::object self = nb::find(handle);
+      nb::object done = nb::steal(PyObject_CallFunction(long_wait, "Od", self.ptr(), double(now - began) * 1e-9));
+      if (!done.is_valid()) PyErr_WriteUnraisable(long_wait);
+    }
+    return PyErr_CheckSignals() == 0;
+  }
+};
 struct BadPriority { u64 at; };
 
 nb::bytes bytes_of(const void *p, u64 n) { return nb::bytes(static_cast<const char *>(p), n); }
@@ -51,7 +70,8 @@ struct Ticket {
     Status s;
     {
       nb::gil_scoped_release r;
-      s = handle->wait(*state, deadline, no_signal);
+      Patience patience{handle};
+      s = handle->wait(*state, deadline, [&] { return patience(); });
     }
     if (s == Status::interrupted) throw nb::python_error();
     return int(s);

@@ -56,7 +56,7 @@ class Handle {
     }
     me_ = describe_self();
     if (!readonly_) member_ = Registry(s_, lock_fd_).claim_member(me_, 0);
-    role_.open(readonly_ ? -1 : lock_fd_, me_.pid);
+    role_.open(readonly_ ? -1 : lock_fd_, me_);
   }
   ~Handle() {
     close();
@@ -75,7 +75,7 @@ class Handle {
   int slot() const { return slot_; }
   int member() const { return member_; }
   int lock_fd() const { return lock_fd_; }
-  bool destroyed() const { return load(s_.control().destroyed, acquire) != 0; }
+  bool destroyed() const { return load(s_.control().destroyed, acquire) & kDestroyed; }
   void add_role(u32 role) {
     if (member_ >= 0) std::atomic_ref<u32>(s_.member(u32(member_)).roles).fetch_or(role, relaxed);
   }
@@ -119,17 +119,19 @@ class Handle {
 
   // ---- schema ----
   bool try_lock_build() {  // threads of this handle share its description: the flag excludes them (see role.h)
-    if (building_.exchange(true, acquire)) return false;
+    u32 nobody = 0;
+    if (!building_.compare_exchange_strong(nobody, this_thread(), acquire)) return false;
     if (lock_byte(lock_fd_, kLockBuild, F_WRLCK)) {
       store(s_.control().builder_pid, me_.pid, relaxed);
       return true;
     }
-    building_.store(false, release);
+    building_.store(0, release);
     return false;
   }
-  void unlock_build() {
+  void unlock_build() {  // nothing, if this thread does not hold it: whoever was interrupted need not know
+    if (building_.load(relaxed) != this_thread()) return;
     unlock_byte(lock_fd_, kLockBuild);
-    building_.store(false, release);
+    building_.store(0, release);
   }
   int build(const u8 *schema, u64 bytes, const RowShape &row) { return shmbuf::build(lock_fd_, s_, schema, bytes, row); }
   bool refresh() {  // map rows and rings once somebody has built them
@@ -339,7 +341,7 @@ class Handle {
   u8 *map_rows(u64 &bytes) const {
     bytes = s_.capacity * s_.row_bytes;
     void *p = mremap(s_.rows, 0, align_up(bytes, kPage), MREMAP_MAYMOVE);
-    if (p == MAP_FAILED) throw std::runtime_error("mapping " + std::to_string(bytes) + " bytes of rows once more: " + std::strerror(errno));
+    if (p == MAP_FAILED) throw MapError("mapping " + std::to_string(bytes) + " bytes of rows once more: " + std::strerror(errno));
     if (mprotect(p, align_up(bytes, kPage), PROT_READ)) {
       const int e = errno;
       munmap(p, align_up(bytes, kPage));
@@ -365,7 +367,8 @@ class Handle {
     std::lock_guard<std::mutex> guard(mutex_);
     if (lock_fd_ >= 0 && !readonly_) Registry(s_, lock_fd_).bury_members(member_);
     if (struct stat st; lock_fd_ >= 0 && fstat(lock_fd_, &st) == 0) {
-      if (!st.st_nlink && linked_ && !destroyed()) mark_destroyed();  // whoever removed the name was killed before he said so
+      // Whoever destroyed it was killed before he said so. A name that somebody else removed is no reason to stop.
+      if (!st.st_nlink && linked_ && load(s_.control().destroyed, acquire) == kDestroying) mark_destroyed();
     }
     return ready_locked() ? Registry(s_, lock_fd_).sweep(slot_) : 0;
   }
@@ -380,10 +383,11 @@ class Handle {
   }
   bool has_thread() const { return thread_running_; }
 
+  void mark_destroying() { std::atomic_ref<u32>(s_.control().destroyed).fetch_or(kDestroying, seq_cst); }  // before the name goes
   // Tell everybody attached that the name is gone.
   void mark_destroyed() {
     Control &c = s_.control();
-    store(c.destroyed, 1u, seq_cst);
+    std::atomic_ref<u32>(c.destroyed).fetch_or(kDestroyed, seq_cst);
     for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) wake_always(*w);
     for (u32 i = 0; i < s_.n_slots(); ++i) wake_always(s_.slot(i).wait);
   }
@@ -410,6 +414,7 @@ class Handle {
   }
 
  private:
+  static u32 this_thread() { return u32(syscall(SYS_gettid)); }
   struct Putting {  // one thread at a time
     Handle &h;
     bool mine;
@@ -617,7 +622,7 @@ class Handle {
     close_fds();
     forked_ = true, thread_running_ = false, presence_ = false;
     role_.after_fork(), role_.pin_flags.store(0, relaxed);
-    uses_.store(0, relaxed), putting_.store(false, relaxed), building_.store(false, relaxed);
+    uses_.store(0, relaxed), putting_.store(false, relaxed), building_.store(0, relaxed);
     new (&mutex_) std::mutex;  // another thread of the parent may have held them
     new (&tickets_mutex_) std::mutex;
     new (&outstanding_) std::deque<Outstanding>;  // leaked: it may have been in the middle of a push
@@ -628,7 +633,8 @@ class Handle {
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
   bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
-  std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false}, building_{false};
+  std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};
+  std::atomic<u32> building_{0};  // the thread
   std::atomic<u32> uses_{0};
   u32 stop_ = 0;
   pthread_t thread_{};

@@ -38,6 +38,7 @@ constexpr i64 lock_pin(u32 i) { return kLockBase + 0x30000 + i; }
 // ---- header ----------------------------------------------------------------------------------------------------
 enum Flags : u32 { kUnnamed = 1 };
 enum State : u32 { kConfig = 0, kReady = 1 };
+enum Destroyed : u32 { kDestroyed = 1, kDestroying = 2 };
 
 struct Field { u32 offset, bytes; };  // inside the row; no bytes: there is none
 struct Built {                    // known with the schema; guarded by its own checksum, published by Control.state
@@ -86,12 +87,13 @@ struct Control {
   u64 cursor;                     // ids below it are committed                             writer
   alignas(128) u32 state;         // State                                                  builder
   u32 ready_wait;                 // futex: waits for the schema                            waiters, builder
-  u32 destroyed;                  // set by destroy; every put and every wait looks         destroyer
+  u32 destroyed;                  // bits of Destroyed; every put and every wait looks       destroyer
   u32 builder_pid;                // who reserves the rows, or did: for people
   u32 n_slots;                    // slots [0, n_slots) have been claimed at least once     collectors, by CAS
   alignas(128) u32 writer_wait;   // futex: the drain thread sleeps
   alignas(128) u32 data_wait;     // futex: somebody waits for rows
   alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
+  u64 writer_pid_namespace;
   u64 writer_since_ns;            // when it was taken; 0: given back. Whoever takes it and finds another number buries the dead
   u64 takeovers, transactions, last_transaction_ns;
   u64 streams_cut;                // trajectories ended because a collector's table of streams was full

@@ -27,6 +27,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   nb::set_leak_warnings(false);  // daemon threads and os._exit leave handles behind, which the kernel cleans up
   m.doc() = "The compiled core of shmbuf: segment, rings, transactions, gather.";
   nb::exception<FormatError>(m, "FormatError");
+  nb::exception<MapError>(m, "MapError");
   static PyObject *gone = PyErr_NewException("shmbuf._native.Gone", PyExc_RuntimeError, nullptr);  // .args[0]: a status
   static PyObject *bad_priority = PyErr_NewException("shmbuf._native.BadPriority", PyExc_ValueError, nullptr);  // .args[0]: its position
   m.attr("Gone") = nb::borrow(gone), m.attr("BadPriority") = nb::borrow(bad_priority);
@@ -60,6 +61,8 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.def("ring_bytes", &choose_ring_bytes, "asked"_a, "row_bytes"_a);
   m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
   m.def("addresses_in", &addresses_in, "columns"_a, "root"_a, "n"_a);
+  m.def("set_long_wait", [](nb::object hook, double seconds) { Py_XDECREF(long_wait); long_wait = hook.is_none() ? nullptr : hook.release().ptr(); long_wait_ns = u64(seconds * 1e9); },
+        "hook"_a.none(), "seconds"_a = 10.0);
   m.def("process_start_ticks", &process_start_ticks, "pid"_a);
   m.def("lock_byte", [](int fd, i64 at, bool exclusive) { return lock_byte(fd, at, exclusive ? F_WRLCK : F_RDLCK); }, "fd"_a, "at"_a, "exclusive"_a);
 #ifdef SHMBUF_FAILPOINTS
@@ -177,6 +180,12 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("count_drawn", [](const H &h, u64 ids, u64 n) { Handle::Use use(*h); if (h->ready()) h->count_drawn(reinterpret_cast<const u64 *>(ids), n); }, "ids"_a, "n"_a)
       .def("count_stale", [](const H &h, u64 sum, u64 rows) { Handle::Use use(*h); if (!h->readonly()) Chronicle(h->segment()).stale(sum, rows); }, "sum"_a, "rows"_a)
       .def("members", [](const H &h) { return members(h, h->member()); })
+      .def_prop_ro("linked", [](const H &h) {
+        Handle::Use use(*h);
+        struct stat st;
+        return fstat(h->lock_fd(), &st) == 0 && st.st_nlink != 0;
+      })
+      .def("mark_destroying", [](const H &h) { Handle::Use use(*h); h->mark_destroying(); })
       .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); h->mark_destroyed(); })
       .def("close", [](const H &h) { nb::gil_scoped_release r; h->close(); });
   bind_sampling(m, handle);

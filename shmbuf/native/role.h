@@ -15,7 +15,7 @@ namespace shmbuf {
 class WriterRole {
  public:
   WriterRole(Segment &s) : s_(s) {}
-  void open(int lock_fd, u32 pid) { fd_ = lock_fd, pid_ = pid; }
+  void open(int lock_fd, const Owner &me) { fd_ = lock_fd, pid_ = me.pid, pid_namespace_ = me.pid_namespace; }
   void after_fork() { taken_.store(false, relaxed), fd_ = -1; }
 
   bool held_here() const { return taken_.load(relaxed); }
@@ -33,7 +33,7 @@ class WriterRole {
       const u32 pid = load(c.writer_pid, relaxed);
       log.died(kWriterDied, since, pid, log.comm_of(pid), Writer(s_).unfinished(), now > sign ? now - sign : 0);
     }
-    store(c.writer_pid, pid_, relaxed);
+    store(c.writer_pid, pid_, relaxed), store(c.writer_pid_namespace, pid_namespace_, relaxed);
     store(c.writer_since_ns, now, relaxed);
     FAILPOINT(role_taken);
     return true;
@@ -86,6 +86,7 @@ class WriterRole {
   Segment &s_;
   int fd_ = -1;
   u32 pid_ = 0;
+  u64 pid_namespace_ = 0;
   std::atomic<bool> taken_{false};
 };
 

@@ -106,7 +106,11 @@ template <class Host> class Sampling {
   template <class Check>
   Status draw_by_priority(u64 n, const Weighting &how, const OutColumn *columns, u32 n_columns, u64 *ids, float *weights, u64 deadline, bool may_wait,
                           Check check) {
-    if (h_.ready() && !keeps_priorities()) return Status::not_ready;
+    if (h_.ready() && !keeps_priorities()) {
+      if (!load(words().formula.low, acquire)) return Status::not_ready;
+      if (!may_wait) return Status::would_wait;
+      if (Status s = until_kept(std::max(deadline, now_ns() + 1'000'000'000), check); s != Status::ok) return s;  // the schema has just come
+    }
     h_.mend();
     auto any = [&] { return tree_.sum() > 0; };
     auto all_zero = [&] { Window w = window(s_); return w.lo < w.hi && quiet() && !any(); };
@@ -208,13 +212,7 @@ template <class Host> class Sampling {
       compare_exchange(word, none, want);
     }
     if (load(word.low, acquire) != want.low || load(word.high, relaxed) != want.high) return Status::other_formula;
-    while (h_.ready() && !keeps_priorities()) {
-      h_.help_until([&] { return keeps_priorities(); });
-      if (keeps_priorities()) break;
-      if (Status s = h_.abandoned(deadline, check); s != Status::ok) return s;
-      h_.nap(200'000);
-    }
-    return Status::ok;
+    return until_kept(deadline, check);
   }
   // All or nothing: `bad` is the position of what cannot be taken. applied[j] = 0: the row has been overwritten.
   template <class Number> Status leaves_of(const Number *p, u64 n, float *leaves, u64 &bad) const {
@@ -265,6 +263,15 @@ template <class Host> class Sampling {
   u64 scrub() { return tree_.scrub(); }
 
  private:
+  template <class Check> Status until_kept(u64 deadline, Check check) {
+    while (h_.ready() && !keeps_priorities()) {
+      h_.help_until([&] { return keeps_priorities(); });
+      if (keeps_priorities()) break;
+      if (Status s = h_.abandoned(deadline, check); s != Status::ok) return s;
+      h_.nap(200'000);
+    }
+    return Status::ok;
+  }
   Priorities &words() const { return s_.control().priorities; }
 
   template <class NewPick, class Any, class AllZero, class Check>

@@ -14,6 +14,7 @@
 namespace shmbuf {
 
 struct FormatError : std::runtime_error { using std::runtime_error::runtime_error; };
+struct MapError : std::runtime_error { using std::runtime_error::runtime_error; };
 
 inline u32 crc32(const void *data, u64 n, u32 crc = 0) {
   static constexpr auto table = [] {
@@ -147,7 +148,7 @@ inline u64 file_size(int fd) {
 }
 inline u8 *map_file(int fd, u64 bytes, bool readonly) {
   void *p = mmap(nullptr, bytes, readonly ? PROT_READ : PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (p == MAP_FAILED) throw std::runtime_error("mmap of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
+  if (p == MAP_FAILED) throw MapError("mmap of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
   return static_cast<u8 *>(p);
 }
 
