@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-from shmbuf import segment
+from shmbuf import memory, segment
 from shmbuf.printing import nbytes
 
 Say = Callable[..., None]
@@ -32,7 +32,7 @@ ENLARGE = "mount -o remount,size=8G /dev/shm    # docker: --shm-size=8g; Kuberne
 
 def facts(used: int) -> dict[str, Any]:
     """Numbers in bytes (files: a count), None where there is no limit or nothing says. ``used``: by buffers."""
-    shm, headroom = os.statvfs(segment.SHM_DIR), segment._cgroup_headroom()
+    shm, headroom = os.statvfs(segment.SHM_DIR), memory.cgroup_headroom()
 
     def limit(which: int) -> int | None:
         soft = resource.getrlimit(which)[0]
@@ -42,7 +42,7 @@ def facts(used: int) -> dict[str, Any]:
         "shm_bytes": shm.f_blocks * shm.f_frsize,
         "shm_free_bytes": shm.f_bavail * shm.f_frsize,
         "shm_used_by_buffers_bytes": used,
-        "memory_available_bytes": segment._mem_available(),
+        "memory_available_bytes": memory.mem_available(),
         "cgroup_headroom_bytes": None if headroom is None or headroom > UNLIMITED else headroom,
         "open_files_limit": limit(resource.RLIMIT_NOFILE),
         "file_size_limit_bytes": limit(resource.RLIMIT_FSIZE),

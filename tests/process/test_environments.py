@@ -159,9 +159,9 @@ def test_a_whole_run_in_64_megabytes(small_shm, unique_name, tmp_path):
 FULL = """
 import os, sys, threading
 import numpy as np
-from shmbuf import Buffer, NotEnoughMemory, destroy, segment
+from shmbuf import Buffer, NotEnoughMemory, destroy, memory, segment
 from tests import oracle
-def free(): return segment._shm_free()
+def free(): return memory.shm_free()
 def fill():
     with open("/dev/shm/filler", "wb") as f:
         for piece in (1 << 20, 1 << 12):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -519,8 +519,10 @@ def test_a_model_with_kills():
 
 
 if __name__ == "__main__":
-    examples, steps = (1500, 60) if SOAK else (60, 40)
+    phases = [Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if SOAK else [])]  # which may take minutes
+    examples, steps = (1500, 60) if SOAK else (120, 40)
     run_state_machine_as_test(
-        Model, settings=settings(max_examples=examples, stateful_step_count=steps, report_multiple_bugs=False)
+        Model,
+        settings=settings(max_examples=examples, stateful_step_count=steps, phases=phases, report_multiple_bugs=False),
     )
     assert not [name for name in segment.names() if name.startswith(PREFIX)]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmbuf import Buffer, BufferNotFound, MinSize, Queue, segment
+from shmbuf import Buffer, BufferNotFound, MinSize, Queue, memory, segment
 from shmbuf.cli import doctor, looking, machine
 from tests.unit.helpers import k, stuck_drainer
 from tests.unit.helpers_cli import ROOT, SCHEMA, collector, killed_owner, rows, spoiled_copy, stopped_writer
@@ -332,7 +332,7 @@ def test_machine_facts_are_this_machines(monkeypatch):
         assert machine.facts(0)["open_files_limit"] == soft - 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    monkeypatch.setattr(segment, "_cgroup_headroom", lambda: (1 << 63) - 4096)
+    monkeypatch.setattr(memory, "cgroup_headroom", lambda: (1 << 63) - 4096)
     assert machine.facts(0)["cgroup_headroom_bytes"] is None, "cgroup v1's word for no limit"
 
 

@@ -12,16 +12,16 @@ import sys
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, NotEnoughMemory, segment
+from shmbuf import Buffer, NotEnoughMemory, memory, segment
 from shmbuf._extension import native
 from tests.unit.helpers import SPEC, open_files, raw, rows, same, stored
 
 # ---- too little memory, by faked figures ---------------------------------------------------------------------------
 
 PLACES = {
-    "_shm_free": ("/dev/shm", "Enlarge it"),
-    "_mem_available": ("the machine (MemAvailable)", "Free memory"),
-    "_cgroup_headroom": ("the memory cgroup", "Raise the container's or job's memory limit"),
+    "shm_free": ("/dev/shm", "Enlarge it"),
+    "mem_available": ("the machine (MemAvailable)", "Free memory"),
+    "cgroup_headroom": ("the memory cgroup", "Raise the container's or job's memory limit"),
 }
 BIG = {
     "schema": {"x": ("uint8", (1000,))},
@@ -38,7 +38,7 @@ def left(monkeypatch):
 
     def left(place: str, bytes_: int | None) -> None:
         for f in PLACES:
-            monkeypatch.setattr(segment, f, lambda f=f: bytes_ if f == place else 1 << 50)
+            monkeypatch.setattr(memory, f, lambda f=f: bytes_ if f == place else 1 << 50)
 
     return left
 
@@ -73,8 +73,8 @@ def test_not_even_the_configuration_fits(name, left, place, nothing_moves):
 
 
 def test_figures_that_the_system_does_not_give_do_not_count(name, monkeypatch):
-    monkeypatch.setattr(segment, "_mem_available", lambda: None)
-    monkeypatch.setattr(segment, "_cgroup_headroom", lambda: None)
+    monkeypatch.setattr(memory, "mem_available", lambda: None)
+    monkeypatch.setattr(memory, "cgroup_headroom", lambda: None)
     Buffer.create(name, 1000, **BIG).close()
 
 
@@ -101,7 +101,7 @@ def fake_files(monkeypatch, files: dict[str, str]) -> None:
             raise FileNotFoundError(path)
         return io.StringIO(files[path])
 
-    monkeypatch.setattr(segment, "open", fake_open, raising=False)
+    monkeypatch.setattr(memory, "open", fake_open, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def fake_files(monkeypatch, files: dict[str, str]) -> None:
 )
 def test_what_the_cgroup_leaves(monkeypatch, files, headroom):
     fake_files(monkeypatch, files)
-    assert segment._cgroup_headroom() == headroom
+    assert memory.cgroup_headroom() == headroom
 
 
 def test_mem_available(monkeypatch):
-    assert 0 < segment._mem_available() < 1 << 50
+    assert 0 < memory.mem_available() < 1 << 50
     fake_files(monkeypatch, {"/proc/meminfo": "MemTotal: 10 kB\nMemAvailable:     7 kB\n"})
-    assert segment._mem_available() == 7 * 1024
+    assert memory.mem_available() == 7 * 1024
 
 
 # ---- too little memory, really: a small /dev/shm of one's own ------------------------------------------------------
@@ -174,17 +174,17 @@ def test_mem_available(monkeypatch):
 SMALL_SHM = """
 import os, sys
 import numpy as np
-from shmbuf import Buffer, NotEnoughMemory, destroy, segment
+from shmbuf import Buffer, NotEnoughMemory, destroy, memory, segment
 from shmbuf._extension import native
 MiB = 1 << 20
-def free(): return segment._shm_free()
+def free(): return memory.shm_free()
 def files(): return sorted(os.listdir("/dev/shm"))
 def blocks(name): return os.stat(segment.path_of(name)).st_blocks * 512
 def raises(call):
     try: call()
     except NotEnoughMemory as e: return str(e)
     raise AssertionError("did not raise")
-def unchecked(): segment.require_memory = lambda need, what: None  # so that the kernel says no, not the look ahead
+def unchecked(): memory.require = lambda need, what, parts=None: None  # so that the kernel says no, not the look ahead
 def fill(leave):
     with open("/dev/shm/filler", "wb") as f: os.posix_fallocate(f.fileno(), 0, free() - leave)
 x = lambda n, size: {"x": np.full((n, size), 7, np.uint8)}
