@@ -7,7 +7,7 @@ BENCH   = .venv-bench
 COMPAT  = .venv-torchrl
 ARGS   ?=
 
-.PHONY: demo test compat bench build lint models aarch64 native soak wheel clean
+.PHONY: demo test compat bench build lint models aarch64 native soak sanitize fuzz mutants wheel clean
 
 demo: $(VENV)/.built  ## 4 collectors, one learner: DQN on CartPole until the return is 400
 	$(PY) examples/dqn_cartpole.py $(ARGS)
@@ -36,8 +36,20 @@ native:  ## the C++ driver: plain, TSan, ASan+UBSan, clang
 aarch64:  ## the C++ driver cross-built, under qemu-user
 	$(MAKE) -C tests/native aarch64
 
-soak: $(VENV)/.built  ## long ones
-	SHMBUF_SOAK=1 $(PY) -m pytest -n 2 tests/process $(ARGS)
+soak: $(VENV)/.built  ## 10,000 SIGKILLs with take-over times; the long forms of the process tests; the large models
+	$(PY) -m tests.process.soak
+	SHMBUF_SOAK=1 $(PY) -m pytest -n 2 tests/process tests/property $(ARGS)
+	$(PY) tools/dev/models.py --soak
+
+sanitize: $(VENV)/.built  ## ASan and UBSan over the Python suite; ARGS=--fast, --torch
+	$(PY) tools/dev/sanitize.py $(ARGS)
+
+RUNTIME ?= 60
+fuzz: $(VENV)/.built  ## libFuzzer on damaged segments, RUNTIME seconds
+	$(MAKE) -C tests/fuzz run PY=$(abspath $(PY)) RUNTIME=$(RUNTIME)
+
+mutants: $(VENV)/.built  ## seeded bugs: each must be caught
+	$(PY) tools/dev/mutants.py $(ARGS)
 
 wheel: $(VENV)/.made
 	$(PY) -m pip wheel -q --no-deps -w dist .

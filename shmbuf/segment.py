@@ -195,6 +195,10 @@ def _check_file(name: str, owner: int | None, readonly: bool) -> None:
         st = os.lstat(path)
     except FileNotFoundError:
         raise BufferNotFound(_not_found_text(name, owner)) from None
+    _check_stat(st, path, owner, readonly)
+
+
+def _check_stat(st: os.stat_result, path: str, owner: int | None, readonly: bool) -> None:
     if not stat.S_ISREG(st.st_mode):
         raise BufferFormatError(f"{path} is no regular file (mode {stat.filemode(st.st_mode)}); it is not opened")
     if st.st_mode & 0o002:
@@ -240,15 +244,26 @@ def attach(
         _check_file(name, owner, readonly)
         try:
             fds = _open_twice("/" + file_name(name, owner), readonly)
-        except posix_ipc.ExistentialError:
+        except FileNotFoundError:
             continue
-        except posix_ipc.PermissionsError:
+        except PermissionError:
             mode = stat.S_IMODE(os.lstat(path_of(name, owner)).st_mode)
             raise PermissionError(
                 f"{path_of(name, owner)}: uid {os.getuid()} may not open it (mode {mode:#o})"
                 + ("" if readonly else " for writing; look with readonly=True")
             ) from None
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.ENXIO):  # exchanged since we looked: look again
+                continue
+            raise
         inodes = [os.fstat(fd) for fd in fds]
+        try:  # what was opened, not what lay there before
+            for st in inodes:
+                _check_stat(st, path_of(name, owner), owner, readonly)
+        except BufferFormatError:
+            for fd in fds:
+                os.close(fd)
+            raise
         if inodes[0].st_ino != inodes[1].st_ino or not inodes[0].st_nlink:  # replaced between the two
             for fd in fds:
                 os.close(fd)
@@ -292,14 +307,9 @@ def _open_twice(shm_name: str, readonly: bool) -> list[int]:
 
 
 def _open(shm_name: str, readonly: bool) -> int:
-    """posix_ipc with size 0: any other size would resize everybody's segment."""
-    try:
-        shm = posix_ipc.SharedMemory(shm_name, read_only=True) if readonly else posix_ipc.SharedMemory(shm_name)
-        return _not_std(shm.fd)
-    except OSError as e:
-        if e.errno is None:  # posix_ipc's two texts about descriptors come without their numbers
-            e.errno = errno.ENFILE if "system" in str(e) else errno.EMFILE
-        raise
+    """As shm_open does, but also without waiting for the other end of a FIFO, which posix_ipc cannot be told."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _not_std(os.open(f"{SHM_DIR}{shm_name}", flags | (os.O_RDONLY if readonly else os.O_RDWR)))
 
 
 def attach_within(timeout: float | None, name: str, **how: Any) -> Any:

@@ -5,7 +5,13 @@
 namespace shmbuf {
 namespace {
 
-
+// A Use by whoever goes by the cursor: no id comes near 2^62 but by damage, and Python's integers of 64 bits end at 2^63.
+struct Reader : Handle::Use {
+  explicit Reader(Handle &h) : Use(h) {
+    if (!h.ready()) return;
+    if (const u64 cursor = load(h.segment().control().cursor, relaxed); cursor >> 62) throw FormatError("cursor: " + std::to_string(cursor));
+  }
+};
 std::vector<OutColumn> out_columns(const Columns &columns, const std::vector<u64> &addresses) {
   if (addresses.size() != columns.leaves.size()) throw nb::value_error("one address per column");
   std::vector<OutColumn> out;
@@ -32,7 +38,7 @@ template <class Draw> int draw_into(const H &h, u64 n, u64 ids, u64 slots, Draw 
   return int(s);
 }
 int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, double timeout) {
-  Handle::Use use(*h);
+  Reader use(*h);
   auto out = out_columns(columns, addresses);
   u64 deadline = deadline_in(timeout);
   return draw_into(h, n, ids, slots, [&](bool may_wait) {
@@ -41,7 +47,7 @@ int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, 
 }
 int draw_by_priority(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, u64 weights, double beta,
                      bool stratified, bool by_batch, double timeout) {
-  Handle::Use use(*h);
+  Reader use(*h);
   auto out = out_columns(columns, addresses);
   u64 deadline = deadline_in(timeout);
   return draw_into(h, n, ids, slots, [&](bool may_wait) {
@@ -50,7 +56,7 @@ int draw_by_priority(const H &h, const Columns &columns, const std::vector<u64> 
   });
 }
 u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 done) {
-  Handle::Use use(*h);
+  Reader use(*h);
   if (!h->ready()) return 0;
   auto out = out_columns(columns, addresses);
   Ungil gil(n * h->segment().row_bytes > kHoldGil);
@@ -62,7 +68,7 @@ void require_there(const H &h) {
 }
 // (status, position of what is wrong); ids are u64[n], p float32 or float64[n], applied u8[n].
 nb::tuple set_priorities(const H &h, u64 ids, u64 p, u64 n, u32 itemsize, u64 applied) {
-  Handle::Use use(*h);
+  Reader use(*h);
   auto *id = reinterpret_cast<const u64 *>(ids);
   auto *ok = reinterpret_cast<u8 *>(applied);
   u64 bad = 0;
@@ -75,14 +81,14 @@ nb::tuple set_priorities(const H &h, u64 ids, u64 p, u64 n, u32 itemsize, u64 ap
   return nb::make_tuple(int(s), bad);
 }
 bool get_priorities(const H &h, u64 ids, u64 n, u64 out) {
-  Handle::Use use(*h);
+  Reader use(*h);
   if (!h->sampling().keeps_priorities()) return false;
   Ungil gil(n > 4096);
   h->sampling().get_priorities(reinterpret_cast<const u64 *>(ids), n, reinterpret_cast<double *>(out));
   return true;
 }
 int keep_priorities(const H &h, double alpha, double eps, bool live_maximum, double timeout) {
-  Handle::Use use(*h);
+  Reader use(*h);
   u64 deadline = deadline_in(timeout);
   Status s;
   {
@@ -94,7 +100,7 @@ int keep_priorities(const H &h, double alpha, double eps, bool live_maximum, dou
 }
 // None: nobody has asked for priorities.
 nb::object priorities(const H &h) {
-  Handle::Use use(*h);
+  Reader use(*h);
   const Priorities &w = h->segment().control().priorities;
   if (!load(w.formula.low, acquire)) return nb::none();
   const Formula f(w);
@@ -112,7 +118,7 @@ nb::object priorities(const H &h) {
 
 // ---- the limiter, and choosing without copying ---------------------------------------------------------------------------
 int acquire_samples(const H &h, u64 n, double timeout) {
-  Handle::Use use(*h);
+  Reader use(*h);
   Status s = h->sampling().acquire_samples(n, 0, false, no_signal);
   if (s == Status::would_wait) {
     u64 deadline = deadline_in(timeout);
@@ -124,7 +130,7 @@ int acquire_samples(const H &h, u64 n, double timeout) {
   return int(s);
 }
 bool set_limiter(const H &h, u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff, bool anew) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   Ungil gil(true);
   LimiterParams p{num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0};
@@ -135,7 +141,7 @@ bool set_limiter(const H &h, u32 num, u32 den, u64 min_size, std::optional<i64> 
   return h->sampling().set_limiter(p);
 }
 nb::object limiter(const H &h, u64 n) {  // for a sampler of n rows; None: there is none
-  Handle::Use use(*h);
+  Reader use(*h);
   const LimiterState s = Limiter(h->segment().control().limiter).why(h->ready() ? Writer::inserted(h->segment()) : 0, n);
   if (!s.params.den) return nb::none();
   nb::dict d;
@@ -149,23 +155,23 @@ nb::object limiter(const H &h, u64 n) {  // for a sampler of n rows; None: there
 }
 // ids u64[n]: how many could be chosen, fewer than n if nothing can be drawn now.
 u64 choose(const H &h, u64 n, u64 ids) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   return h->ready() ? h->sampling().choose(n, reinterpret_cast<u64 *>(ids)) : 0;
 }
 u64 choose_by_priority(const H &h, u64 n, bool stratified, u64 ids, u64 leaves) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   if (!h->sampling().keeps_priorities()) return 0;
   return h->sampling().choose_by_priority(n, stratified, reinterpret_cast<u64 *>(ids), reinterpret_cast<float *>(leaves));
 }
 void weigh(const H &h, u64 leaves, u64 n, double beta, bool by_batch) {  // leaves become weights
-  Handle::Use use(*h);
+  Reader use(*h);
   if (n) h->sampling().weigh(reinterpret_cast<float *>(leaves), n, {beta, false, by_batch});
 }
 // ids u64[n × length], lens u64[n]. (status, longest live trajectory)
 nb::tuple choose_slices(const H &h, u64 n, u64 length, bool strict, bool by_start, u64 left, u64 right, u64 ids, u64 lens) {
-  Handle::Use use(*h);
+  Reader use(*h);
   if (!h->ready()) return nb::make_tuple(int(Status::empty), 0);
   if (!h->segment().links) return nb::make_tuple(int(Status::not_ready), 0);
   auto draw = [&](bool scan) {
@@ -180,7 +186,7 @@ nb::tuple choose_slices(const H &h, u64 n, u64 length, bool strict, bool by_star
 }
 bool keeps_links(const H &h) { return h->ready() && h->segment().links; }
 bool walk(const H &h, u64 anchors, u64 n, u64 steps, u64 dilation, bool backward, u64 ids, u64 lens) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   if (!keeps_links(h)) return false;
   Ungil gil(n * steps > 4096);
@@ -189,18 +195,18 @@ bool walk(const H &h, u64 anchors, u64 n, u64 steps, u64 dilation, bool backward
   return true;
 }
 u64 trajectory_rows(const H &h, u64 end) {
-  Handle::Use use(*h);
+  Reader use(*h);
   return keeps_links(h) ? h->sampling().slices().rows(end) : 0;
 }
 bool stretch(const H &h, u64 end, u64 back, u64 length, u64 ids) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   return keeps_links(h) && h->sampling().slices().stretch(end, back, length, reinterpret_cast<u64 *>(ids));
 }
 struct PrivateEpoch { Pair word{}; };  // of one reader; (low, high) saves it
 // Positions of the epoch as ids, at most n: (how many, whether they end the epoch, how many are left in it).
 nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool shuffle, bool drop_last, bool consume, u32 repeat, u64 ids) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   if (!h->ready()) return nb::make_tuple(0, false, 0);
   if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
@@ -216,7 +222,7 @@ nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool 
 }
 // Of all live trajectories: last rows, first live rows, how many rows, flags (1: its beginning is gone, 2: it has ended).
 nb::tuple trajectories(const H &h) {
-  Handle::Use use(*h);
+  Reader use(*h);
   require_there(h);
   std::vector<u64> end, first, rows, flags;
   if (keeps_links(h)) {
@@ -235,7 +241,7 @@ nb::tuple trajectories(const H &h) {
 }
 // ids of the trajectory that ends with `end`, oldest first.
 std::vector<u64> trajectory(const H &h, u64 end) {
-  Handle::Use use(*h);
+  Reader use(*h);
   std::vector<u64> out;
   if (!keeps_links(h)) return out;
   Ungil gil(true);
@@ -248,7 +254,7 @@ std::vector<u64> trajectory(const H &h, u64 end) {
 
 // (status, first id, one past the last, index)
 nb::tuple pin(const H &h, u64 first_id, double seconds) {
-  Handle::Use use(*h);
+  Reader use(*h);
   u64 lo = 0, hi = 0;
   u32 index = 0;
   const Status s = h->pin(first_id, deadline_in(seconds), lo, hi, index);
@@ -256,7 +262,7 @@ nb::tuple pin(const H &h, u64 first_id, double seconds) {
 }
 // All rows, slot after slot, as bytes that nobody may write; unmapped when the last array over them goes.
 nb::object map_rows(const H &h) {
-  Handle::Use use(*h);
+  Reader use(*h);
   u64 bytes = 0;
   u8 *at = h->map_rows(bytes);
   struct Mapping { u8 *at; u64 bytes; };
@@ -269,7 +275,7 @@ nb::object map_rows(const H &h) {
 }
 
 int wait_rows(const H &h, u64 rows, double timeout) {
-  Handle::Use use(*h);
+  Reader use(*h);
   u64 deadline = deadline_in(timeout);
   Status s;
   {
@@ -294,11 +300,11 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("set_priorities", &set_priorities, "ids"_a, "p"_a, "n"_a, "itemsize"_a, "applied"_a)
       .def("get_priorities", &get_priorities, "ids"_a, "n"_a, "out"_a)
       .def_prop_ro("priorities", &priorities)
-      .def_prop_ro("wants_priorities", [](const H &h) { Handle::Use use(*h); return load(h->segment().control().priorities.formula.low, acquire) != 0; })
-      .def("scrub", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
-      .def("check_tree", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
+      .def_prop_ro("wants_priorities", [](const H &h) { Reader use(*h); return load(h->segment().control().priorities.formula.low, acquire) != 0; })
+      .def("scrub", [](const H &h) { Reader use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
+      .def("check_tree", [](const H &h) { Reader use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
       .def("acquire_samples", &acquire_samples, "n"_a, "timeout"_a)
-      .def("refund_samples", [](const H &h, u64 n) { Handle::Use use(*h); h->sampling().refund_samples(n); }, "n"_a)
+      .def("refund_samples", [](const H &h, u64 n) { Reader use(*h); h->sampling().refund_samples(n); }, "n"_a)
       .def("set_limiter", &set_limiter, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none(), "anew"_a = false)
       .def("limiter", &limiter, "n"_a)
       .def("choose", &choose, "n"_a, "ids"_a)
@@ -309,7 +315,7 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("trajectory_rows", &trajectory_rows, "end"_a)
       .def("stretch", &stretch, "end"_a, "back"_a, "length"_a, "ids"_a)
       .def("share_epoch", [](const H &h, u32 which, u64 options) {
-        Handle::Use use(*h);
+        Reader use(*h);
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
         return h->sampling().share_epoch(which, options);
       }, "which"_a, "options"_a)
@@ -318,8 +324,8 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("trajectory", &trajectory, "end"_a)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("pin", &pin, "first_id"_a, "seconds"_a)
-      .def("unpin", [](const H &h, u32 index) { Handle::Use use(*h); h->unpin(index); }, "index"_a)
-      .def("pin_valid", [](const H &h, u32 index, u64 lo) { Handle::Use use(*h); return h->pin_valid(index, lo); }, "index"_a, "first_id"_a)
+      .def("unpin", [](const H &h, u32 index) { Reader use(*h); h->unpin(index); }, "index"_a)
+      .def("pin_valid", [](const H &h, u32 index, u64 lo) { Reader use(*h); return h->pin_valid(index, lo); }, "index"_a, "first_id"_a)
       .def("map_rows", &map_rows)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a);
 }

@@ -89,7 +89,10 @@ struct Ticket {
   nb::list pieces() const {  // (rows, first id or None) per record
     nb::list out;
     if (state)
-      for (auto &p : state->pieces) out.append(nb::make_tuple(p.n, p.first >= kDropped ? nb::none() : nb::cast(p.first)));
+      for (auto &p : state->pieces) {
+        if (p.first < kDropped && p.first >> 62) throw FormatError("a record's first id: " + std::to_string(p.first));
+        out.append(nb::make_tuple(p.n, p.first >= kDropped ? nb::none() : nb::cast(p.first)));
+      }
     return out;
   }
   u64 rows() const {

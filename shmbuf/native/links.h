@@ -83,6 +83,7 @@ class Ends {
     }
   }
   Ends(u8 *memory, u64 capacity) : capacity_(capacity), bits_(reinterpret_cast<u64 *>(memory)) {
+    if (!memory) return;  // none are kept
     memory += over(capacity, kLineBits) * 64;
     for (u64 c = over(capacity, kLineBits);; c = over(c, kFanOut)) {
       level_[levels_] = reinterpret_cast<u32 *>(memory), count_[levels_++] = c;
@@ -204,7 +205,7 @@ class Links {
   static u64 stream_bytes(u64 entries) { return align_up(entries * sizeof(Stream), 128); }  // entries: a power of two
   // `memory`: bytes(capacity) of them, aligned to 64.
   Links(u8 *memory, u64 capacity)
-      : capacity_(capacity), link_(reinterpret_cast<Link *>(memory)), ends_(memory + align_up(capacity * sizeof(Link), 128), capacity) {}
+      : capacity_(capacity), link_(reinterpret_cast<Link *>(memory)), ends_(memory ? memory + align_up(capacity * sizeof(Link), 128) : nullptr, capacity) {}
 
   // ---- the writer ----
   struct Span {   // of one transaction

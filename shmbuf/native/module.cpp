@@ -106,9 +106,9 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def_prop_ro("destroyed", [](const H &h) { Handle::Use use(*h); return h->destroyed(); })
       .def_prop_ro("slot", [](const H &h) { return h->slot(); })
       .def_prop_ro("has_thread", [](const H &h) { return h->has_thread(); })
-      .def_prop_ro("size", [](const H &h) { Handle::Use use(*h); return h->size(); })
+      .def_prop_ro("size", [](const H &h) { Reader use(*h); return h->size(); })
       .def_prop_ro("window", [](const H &h) {
-        Handle::Use use(*h);
+        Reader use(*h);
         if (!h->ready()) return nb::make_tuple(0, 0, 0);
         Window w = window(h->segment());
         return nb::make_tuple(w.live_lo, w.lo, w.hi);

@@ -27,7 +27,7 @@ inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
   copy_bytes(ring + o, from, first);
   if (n > first) copy_bytes(ring, static_cast<const u8 *>(from) + first, n - first);
 }
-inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<Record *>(ring + (at & (size - 1))); }
+inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<Record *>(ring + (at & (size - 1) & ~(kRecordAlign - 1))); }  // a damaged position is no multiple
 
 // A record that this build of the layout could have written; anything else means damaged memory. `room`: bytes up to the tail.
 inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes) {
@@ -88,7 +88,7 @@ class Producer {
     u64 at = load(slot_->head_pub, acquire);
     while (at != tail_ && tail_ + need - at > size_) {
       const Record &r = record_at(ring_, size_, at);
-      if (r.kind != kRows) break;            // own bytes: this collector wrote them
+      if (r.kind != kRows || r.bytes < sizeof(Record) || r.bytes > tail_ - at) break;  // own bytes, unless damaged
       at += r.bytes;
     }
     return at;

@@ -104,6 +104,7 @@ inline void check_header(const u8 *map, u64 mapped) {
   if (h.version_major != kVersionMajor)
     bad("version: the segment has layout " + std::to_string(h.version_major) + ", this shmbuf reads " + std::to_string(kVersionMajor));
   if (!h.capacity || h.capacity > (1ull << 48)) bad("capacity: " + std::to_string(h.capacity));
+  if (h.ring_bytes_asked > kMaxRingBytes) bad("ring_bytes_asked: " + std::to_string(h.ring_bytes_asked));
   if (!h.max_collectors || h.max_collectors > 65535) bad("max_collectors: " + std::to_string(h.max_collectors));
   if (!h.max_members || h.max_members > 65535) bad("max_members: " + std::to_string(h.max_members));
   if (h.config_bytes_used > mapped) bad("config_bytes_used: " + std::to_string(h.config_bytes_used));

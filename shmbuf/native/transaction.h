@@ -98,7 +98,13 @@ class Writer {
     }
     return true;
   }
-  static u64 inserted(const Segment &s) { return load(s.block(load(s.control().commit_seq, acquire)).rows_total, relaxed); }
+  static u64 inserted(const Segment &s) {
+    for (int tries = 0;; ++tries) {  // a block is filled anew once the next one is the truth
+      const u64 seq = load(s.control().commit_seq, acquire), n = load(s.block(seq).rows_total, relaxed);
+      fence(acquire);
+      if (load(s.control().commit_seq, relaxed) == seq || tries == 1000) return n;
+    }
+  }
 
  private:
   static BlockSlot entry(const CommitBlock &b, u32 i) { return i < b.n_slots ? b.slot[i] : BlockSlot{}; }  // i < max_collectors
@@ -112,7 +118,7 @@ class Writer {
   bool plan(const CommitBlock &now, CommitBlock &next) {
     u32 n = s_.n_slots();
     if (!n) return false;
-    std::memcpy(static_cast<void *>(&next), &now, sizeof(CommitBlock));
+    copy_bytes(&next, &now, sizeof(CommitBlock));
     for (u32 i = 0; i < n; ++i) {
       next.slot[i] = entry(now, i);
       next.slot[i].skip_to = next.slot[i].rows_end = next.slot[i].head;
@@ -158,7 +164,8 @@ class Writer {
       if (!intact) at = tail, ++next.malformed, any = true;  // quarantine: the rest of this ring is discarded, and counted
       e.head = at;
     }
-    next.cursor += rows, next.rows_total += rows, next.write_count += rows;
+    next.cursor += rows, next.write_count += rows;
+    store(next.rows_total, now.rows_total + rows, relaxed);  // pairs with inserted()
     return any;
   }
   bool plan_skips(CommitBlock &next, u32 i, u64 &at, u64 skip, u64 tail) {
@@ -280,7 +287,7 @@ class Writer {
   }
 
   // What comes after the rows of a record in its ring; aligned, so no value straddles the ring's end.
-  template <class T> T extra(u32 ring, u64 at) const { return *reinterpret_cast<const T *>(s_.ring(ring) + (at & (s_.ring_bytes - 1))); }
+  template <class T> T extra(u32 ring, u64 at) const { return *reinterpret_cast<const T *>(s_.ring(ring) + (at & (s_.ring_bytes - 1) & ~(sizeof(T) - 1))); }
   static u64 beyond(u64 n, u64 capacity) { return n > capacity ? n - capacity : 0; }  // first rows of a record that are not stored
 
   // ---- streams ----
@@ -337,6 +344,7 @@ class Writer {
     const Formula formula(c_.priorities);
     tree_.keep_max(formula.live_maximum);
     tree_.format();
+    tree_.evict_leaves(now.cursor, s_.capacity);  // slots without a row: no id of before an emptying is theirs
     tree_.evict_leaves(lo, n);
     const float p = first_leaf(c_.priorities, formula, tree_);
     tree_.publish(lo, &p, 0, n);

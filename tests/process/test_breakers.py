@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, destroy, segment
+from shmbuf import Buffer, destroy, memory, segment
 from shmbuf.errors import BufferInUse, BufferNotFound, CommitPending, ConcurrentUse, Lapped, RingFull, StorageLost
 from tests import oracle
 from tests.process import workers
@@ -245,11 +245,14 @@ def test_a_refused_destroy_leaves_the_buffer_alive(unique_name):
     destroy(unique_name)
 
 
-def test_a_name_removed_behind_its_back_is_noticed(unique_name):
-    """destroy was killed between the removal and the word: the drain thread sees that the file has no name."""
+def test_a_destroy_that_was_killed_half_way_is_finished(unique_name):
+    """It was killed between the removal and the word: the drain thread sees that the file has no name, and why."""
     with Buffer.create(unique_name, 100, schema=oracle.SCHEMA) as buffer:
         buffer.extend(oracle.make_rows(0, 0, 1))
+        buffer._handle.mark_destroying()
+        assert not buffer.destroyed and buffer.stats()["linked"]
         os.unlink(segment.path_of(unique_name))
+        assert not buffer.stats()["linked"]
         with pytest.raises(StorageLost):
             for k in range(1, 100_000):
                 buffer.put(oracle.make_rows(0, k, 1))
@@ -315,7 +318,7 @@ def test_a_damaged_head_word_does_not_spin(unique_name):
     """Work is seen in the ring, and none is found: nobody may look for it for ever."""
     with Buffer.create(unique_name, 1000, schema=oracle.SCHEMA, drain="caller") as buffer:
         buffer.extend(oracle.make_rows(0, 0, 5))
-        slots = 8192 + 4096 + segment.MAX_MEMBERS * 128
+        slots = 16384 + 4096 + memory.MAX_MEMBERS * 256
         with open(segment.path_of(unique_name), "r+b") as f:
             f.seek(slots + 128)
             head = int.from_bytes(f.read(8), "little")
@@ -357,7 +360,7 @@ def test_a_damaged_tail_costs_its_ring_and_nobody_elses_rows(unique_name):
         first.put(oracle.make_rows(0, 3, 5))
         second.put(oracle.make_rows(1, 97, 3))
         with open(segment.path_of(unique_name), "r+b") as f:
-            slot = 8192 + 4096 + segment.MAX_MEMBERS * 128
+            slot = 16384 + 4096 + memory.MAX_MEMBERS * 256
             f.seek(slot)
             tail = int.from_bytes(f.read(8), "little")
             f.seek(slot)

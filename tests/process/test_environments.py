@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, TooManyCollectors, destroy, segment
+from shmbuf import Buffer, TooManyCollectors, destroy, memory, segment
 from tests import oracle
 from tests.process import workers, workload
 from tests.unit.helpers import stuck_drainer
@@ -527,26 +527,26 @@ def come_and_go(name: str, who: int, acks_path: str) -> None:
 @pytest.mark.parametrize("drain", ["thread", "caller"])
 def test_collectors_come_and_go(unique_name, tmp_path, drain):
     acks = oracle.Acks(tmp_path / "acks", COMERS + 1)
-    memory = lambda: os.stat(segment.path_of(unique_name)).st_blocks * 512  # noqa: E731
+    used = lambda: os.stat(segment.path_of(unique_name)).st_blocks * 512  # noqa: E731
     with Buffer.create(
         unique_name, COMERS * 11, schema=oracle.SCHEMA, ring_bytes=1 << 16, max_collectors=AT_ONCE, drain=drain
     ) as buffer:
-        empty, running, most = memory(), {}, 0
+        empty, running, most = used(), {}, 0
         for who in range(COMERS):
             running[workers.fork(come_and_go, unique_name, who, acks.path)] = who
             if len(running) == AT_ONCE:
                 pid, status = os.waitpid(-1, 0)
                 assert status == (9 if running.pop(pid) % 3 == 1 else 0), "a collector was refused a ring"
-            most = max(most, memory())
+            most = max(most, used())
         assert all(os.waitpid(pid, 0)[1] == (9 if who % 3 == 1 else 0) for pid, who in running.items())
         oracle.settle(buffer)
         oracle.check(buffer, acks.counts, 0, whole=True)
         assert buffer.write_count == COMERS * 11
         buffer._handle.sweep()
-        assert buffer.collectors() == [] and memory() == empty
+        assert buffer.collectors() == [] and used() == empty
         ring = buffer._header["ring_bytes"]
         assert most <= empty + AT_ONCE * (ring + 8192), (most, empty)
-        assert len(buffer.members()) <= segment.MAX_MEMBERS
+        assert len(buffer.members()) <= memory.MAX_MEMBERS
         with Buffer.attach(unique_name) as late:
             late.draw(1)
             mine = [m for m in buffer.members() if m["alive"] and "creator" not in m["roles"]]

@@ -50,7 +50,9 @@ def mutants(blob: bytes, seed: int, n: int) -> Iterator[tuple[str, bytes]]:
     regions = {
         "header": (0, 4096),
         "control": (4096, 8192),
-        "configuration": (8192, members),
+        "journal": (8192, 12288),
+        "pins": (12288, 16384),
+        "configuration": (16384, members),
         "members": (members, slots),
         "slots": (slots, blocks),
         "blocks": (blocks, rows),

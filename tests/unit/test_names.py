@@ -291,7 +291,7 @@ def test_a_numpy_capacity(name):
         ("timeout", -1),
         ("timeout", float("nan")),
         ("mode", 0o666),
-        ("mode", 0o604),
+        ("mode", 0o606),
         ("config", {"x": object()}),
         ("config", {"x": 1 << 70}),
     ],
