@@ -21,7 +21,6 @@ from shmbuf.schema import nest
 from shmbuf.ticket import left_of, seconds_of
 
 EPOCH, CONSUMED = 0, 1  # words of the segment
-SHARED = -1  # not one's own epoch
 LOW = 0xFFFFFFFF  # of an epoch's second word: the position; above it: the size
 MAX_TIMES = 1 << 16
 MAX_TRIES = 1000
@@ -239,8 +238,9 @@ class EpochReader:
         options = (self.shuffle, whole, self.times is not None, self.times or 1, address_of(ids))
         if self.shared:
             seed = self.buffer._header["instance_id"] if self.seed is None else self.seed
-            got, ended, left = self.buffer._call("claim", None, self._which, n, seed % 2**64, *options)
-            return Claimed(got, ended, SHARED, left)
+            only = of if self.times is None else None  # what is consumed may come from several windows
+            got, ended, left, name = self.buffer._call("claim", None, self._which, n, seed % 2**64, *options, only)
+            return Claimed(got, ended or (only is not None and not got), name, left)
         with self._alone():
             own = self._own
             was, at = own.state  # type: ignore[union-attr]
@@ -253,7 +253,7 @@ class EpochReader:
                     self._order = int(self.buffer.generator().integers(1 << 63))
                     own.state = (0, 0)  # type: ignore[union-attr]  # the order follows from the seed and the rows alone
             seed = (self._order if self.seed is None else self.seed) % 2**64
-            got, _, _ = self.buffer._call("claim", own, self._which, n, seed, *options)
+            got, _, _, _ = self.buffer._call("claim", own, self._which, n, seed, *options)
             now, word = own.state  # type: ignore[union-attr]
             if running and (
                 not got or now != was
@@ -284,6 +284,8 @@ class EpochReader:
 
     def _tells(self, n: int, got: Claimed, whole: bool) -> bool:
         """Whether this claim ended the epoch: of all who share it exactly one."""
+        if self.shared and not got.n:  # it was over before: whoever ended it tells
+            return False
         if self.shared and self.drop_last and not whole and got.left is not None:
             return got.left < n <= got.left + got.n
         return got.ended

@@ -204,21 +204,22 @@ bool stretch(const H &h, u64 end, u64 back, u64 length, u64 ids) {
   return keeps_links(h) && h->sampling().slices().stretch(end, back, length, reinterpret_cast<u64 *>(ids));
 }
 struct PrivateEpoch { Pair word{}; };  // of one reader; (low, high) saves it
-// Positions of the epoch as ids, at most n: (how many, whether they end the epoch, how many are left in it).
-nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool shuffle, bool drop_last, bool consume, u32 repeat, u64 ids) {
+// Positions of the epoch as ids, at most n: (how many, whether they end the epoch, how many are left in it, its name).
+nb::tuple claim(const H &h, PrivateEpoch *own, u32 which, u64 n, u64 seed, bool shuffle, bool drop_last, bool consume, u32 repeat, u64 ids,
+                std::optional<u64> of) {
   Reader use(*h);
   require_there(h);
-  if (!h->ready()) return nb::make_tuple(0, false, 0);
+  if (!h->ready()) return nb::make_tuple(0, false, 0, 0);
   if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
   const EpochOptions o{seed, shuffle, drop_last, consume, repeat, 1};
   Claim c;
   {
     Ungil gil(n > 4096);
-    c = h->sampling().claim(own ? own->word : h->segment().control().epochs[which].word, n, o);
+    c = h->sampling().claim(own ? own->word : h->segment().control().epochs[which].word, n, o, of);
     c.ids(reinterpret_cast<u64 *>(ids));
   }
   const u64 left = c.ran_out ? 0 : c.size - c.position - c.n;
-  return nb::make_tuple(c.n, c.ran_out, left);
+  return nb::make_tuple(c.n, c.ran_out, left, c.name);
 }
 // Of all live trajectories: last rows, first live rows, how many rows, flags (1: its beginning is gone, 2: it has ended).
 nb::tuple trajectories(const H &h) {
@@ -319,7 +320,7 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
         return h->sampling().share_epoch(which, options);
       }, "which"_a, "options"_a)
-      .def("claim", &claim, "own"_a.none(), "which"_a, "n"_a, "seed"_a, "shuffle"_a, "drop_last"_a, "consume"_a, "repeat"_a, "ids"_a)
+      .def("claim", &claim, "own"_a.none(), "which"_a, "n"_a, "seed"_a, "shuffle"_a, "drop_last"_a, "consume"_a, "repeat"_a, "ids"_a, "of"_a.none() = nb::none())
       .def("trajectories", &trajectories)
       .def("trajectory", &trajectory, "end"_a)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)

@@ -18,6 +18,7 @@
 #pragma once
 #include "failpoint.h"
 #include "gather.h"
+#include <optional>
 
 namespace shmbuf {
 
@@ -62,6 +63,7 @@ struct Claim {
   bool ran_out = false;   // this claim ended its epoch: exactly one does, unless the window is overwritten first
   u64 first = 0;
   u32 number = 0, size = 0, position = 0;
+  u64 name = 0;           // the word's low half: which epoch
   u64 key = 0, skipped = 0;  // consuming: rows overwritten before they were in any window
   bool shuffle = false;
   void ids(u64 *out) const {
@@ -75,11 +77,14 @@ class Epoch {
   explicit Epoch(Pair &word) : word_(word) {}
 
   // Up to n rows of one epoch; [lo, hi) is what window() says now: live_lo and hi. For a whole batch call it until it returns 0.
-  Claim claim(u64 n, u64 lo, u64 hi, const EpochOptions &o) {
+  // of: only of this epoch, `name`d so by an earlier claim: nothing, if it is over.
+  Claim claim(u64 n, u64 lo, u64 hi, const EpochOptions &o, std::optional<u64> of = {}) {
     for (;;) {
       Pair was{load(word_.low, acquire), load(word_.high, acquire)};
       if (load(word_.low, relaxed) != was.low) continue;  // halves of two epochs; those of two claims fail the CAS
       Claim c = describe(was, lo);
+      c.name = was.low;
+      if (of && (*of != was.low || c.position >= c.size || c.first + c.size <= lo)) return Claim{.name = *of};
       bool over = c.size == 0 || c.position >= c.size || c.first + c.size <= lo;
       if (over || (o.drop_last && c.size - c.position < n)) begin_next(c, lo, hi, o);
       u64 left = c.size - c.position;
@@ -93,7 +98,7 @@ class Epoch {
       Pair next{(c.first & kIdMask) << 16 | c.number, u64(c.size) << 32 | (c.ran_out ? c.size : c.position + u32(c.n))};
       if (!compare_exchange(word_, was, next)) continue;
       FAILPOINT(epoch_claimed);
-      c.key = mix64(o.seed ^ mix64(next.low)), c.shuffle = o.shuffle;
+      c.name = next.low, c.key = mix64(o.seed ^ mix64(next.low)), c.shuffle = o.shuffle;
       return c;
     }
   }
