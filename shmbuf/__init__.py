@@ -26,6 +26,7 @@ _HOME = {
             "StorageLost",
             "TooManyCollectors",
             "TooManyOpenFiles",
+            "TooManyPins",
         ),
         "errors",
     ),

@@ -295,8 +295,8 @@ class Attachment:
         if why == "destroyed":
             raise StorageLost(f"buffer {self.name!r} was destroyed") from None
         if why != "forked" or self.closed:
-            if not threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread():
-                raise SystemExit  # a daemon thread of an interpreter that ends: quietly
+            if threading.current_thread().daemon and not threading.main_thread().is_alive():
+                raise SystemExit  # the interpreter ends: quietly
             raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
         instance = self._header["instance_id"]
         self._finalizer.detach()

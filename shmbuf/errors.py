@@ -90,5 +90,9 @@ class StorageLost(ShmbufError, RuntimeError):
     """The buffer was destroyed, or what its name means now is another one."""
 
 
+class TooManyPins(ShmbufError, RuntimeError):
+    """All 16 pins of the buffer are held by living processes."""
+
+
 class NotEnoughMemory(ShmbufError, MemoryError):
     """/dev/shm, the machine or the cgroup has less memory left than the buffer needs. Nothing is left behind."""

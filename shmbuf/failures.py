@@ -81,7 +81,7 @@ def held_up_text(buffer: Attachment) -> str:
 
 def pins_text(buffer: Attachment) -> str | None:
     """Who keeps the writer from overwriting the oldest rows."""
-    held = buffer._call("pins")
+    held = [p for p in buffer._call("pins") if p["alive"]]  # a dead one's is swept
     if not held:
         return None
     first = min(held, key=lambda p: p["first_id"])

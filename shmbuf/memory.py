@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from shmbuf import streams
 from shmbuf._extension import native
 from shmbuf.errors import NotEnoughMemory
@@ -175,6 +173,8 @@ def estimate(
     if (schema is None) == (example is None):
         raise ValueError("schema= or example= is needed, and not both")
     if example is not None:
+        import numpy as np  # shminfo, which never needs it, starts without
+
         known = Schema.from_leaves({k: np.asarray(v) for k, v in flatten(example).items()}, 0)
     else:
         known = schema if isinstance(schema, Schema) else Schema.from_spec(schema)  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmbuf import memory
 from shmbuf._extension import native
-from shmbuf.errors import Lapped, NotEnoughRows, ShmbufError, StorageLost
+from shmbuf.errors import Lapped, NotEnoughMemory, NotEnoughRows, ShmbufError, StorageLost, TooManyPins
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _STATUS = native.STATUSES
 ALL = 2**64 - 1
+PINS = 16
 
 
 class Pin:
@@ -43,20 +45,24 @@ class Pin:
         return self._handle.pin_valid(self._index, self.first_id)
 
     def parts(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """The rows in place, oldest first: one part, or two where the storage wraps.
+        """The rows in place, oldest first: one part, or two where the storage wraps. Keep the pin: when it is collected, it is released.
 
         Returns:
             of each part: ids, int64[n]; rows: nested dict of read-only arrays [n, *shape], views of shared memory.
 
         Raises:
-            StorageLost: released, or its buffer closed.
+            StorageLost: released, or its buffer closed. NotEnoughMemory: the rows, which are mapped once more for it, exceed this
+            process's address space.
         """
         if not self._held or self._handle.closed or self._handle.forked:
             raise StorageLost(
                 f"the pin on buffer {self._buffer.name!r} was released, or its handle closed: pin() again"
             )
         if self._base is None:
-            self._base = self._handle.map_rows()
+            try:
+                self._base = self._handle.map_rows()
+            except native.MapError as e:
+                raise NotEnoughMemory(memory.unmappable(e)) from None
         capacity, out = self._buffer.capacity, []
         wrap = min(self.end_id, (self.first_id // capacity + 1) * capacity)
         for lo, hi in ((self.first_id, wrap), (wrap, self.end_id)):
@@ -92,9 +98,9 @@ class Pin:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        whole = self.valid
+        held, whole = self._held, self.valid
         self.release()
-        if kind is None and not whole:
+        if kind is None and held and not whole:
             raise Lapped(
                 f"the pin on buffer {self._buffer.name!r} did not hold to the end: it was revoked after {self._seconds} s, or its "
                 "handle was closed; what was read may be torn. pin(seconds=) takes longer"
@@ -132,7 +138,9 @@ def pin(buffer: Reading, first_id: int | None, seconds: float | None) -> Pin:
         )
     if why == "none_free":
         held = ", ".join(f"pid {p['pid']} since {p['held_seconds']:.1f} s" for p in buffer._call("pins"))
-        raise RuntimeError(f"all pins of buffer {buffer.name!r} are in use: {held}. Release some")
+        raise TooManyPins(f"all {PINS} pins of buffer {buffer.name!r} are in use: {held}. Release some")
+    if why == "unknown_row":
+        raise IndexError(f"first_id={first_id}: no such row has been stored; the newest is {buffer.window[1] - 1}")
     if why == "readonly":
         raise PermissionError("a read-only handle cannot pin: the writer has to see it")
     raise StorageLost(f"buffer {buffer.name!r} was {why}")

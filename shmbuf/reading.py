@@ -386,7 +386,7 @@ class Reading(Attachment):
                 process dies.
 
         Raises:
-            NotEnoughRows: there are no rows. Lapped: that row is not stored. RuntimeError: 16 pins are in use.
+            NotEnoughRows: there are no rows. Lapped: that row is not stored any more. IndexError: nor has it ever been. TooManyPins: 16 are in use.
             PermissionError: a read-only handle.
         """
         return pin(self, first_id, seconds)

@@ -419,10 +419,14 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
         handle.mark_destroying()  # so that the drain thread (handle.h, sweep) ends what we are killed in the middle of
         try:
             posix_ipc.unlink_shared_memory("/" + file_name(name, owner))
-        except posix_ipc.PermissionsError:
-            raise PermissionError(
-                f"{path} belongs to uid {os.stat(path).st_uid}; only he may remove it (/dev/shm is sticky)"
-            ) from None
+        except BaseException as e:
+            if handle.linked:
+                handle.unmark_destroying()
+            if isinstance(e, posix_ipc.PermissionsError):
+                raise PermissionError(
+                    f"{path} belongs to uid {os.stat(path).st_uid}; only he may remove it (/dev/shm is sticky)"
+                ) from None
+            raise
         handle.mark_destroyed()
     except (posix_ipc.ExistentialError, FileNotFoundError) as e:
         raise e if isinstance(e, BufferNotFound) else BufferNotFound(_not_found_text(name, owner)) from None

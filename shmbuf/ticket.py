@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmbuf import segment
 from shmbuf._extension import native
 from shmbuf.errors import CommitInterrupted, CommitPending, StorageLost
 from shmbuf.failures import held_up_text
@@ -96,7 +97,11 @@ class Ticket:
 
     def ids(self) -> np.ndarray:
         """int64 ids of the committed rows."""
-        parts = [np.arange(first, first + n, dtype=np.int64) for n, first in self._native.pieces() if first is not None]
+        try:
+            pieces = self._native.pieces()
+        except native.FormatError as e:
+            raise segment.damaged(self._buffer.name, e) from None
+        parts = [np.arange(first, first + n, dtype=np.int64) for n, first in pieces if first is not None]
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _failed(self, status: str, timeout: float | None) -> None:

@@ -17,7 +17,9 @@ class Auditor {
   bool quiet = false;
 
   Auditor(Segment &s, const u8 *file) : s_(s), c_(s.control()), file_(file) {}
-  template <class Nap> void run(bool ready, Nap nap) {
+  // patience: how long a sum may lag behind, ns.
+  template <class Nap> void run(bool ready, Nap nap, u64 patience = kStale) {
+    patience_ = patience;
     header(ready);
     if (!ready) return;
     Stamp before = stamp();
@@ -25,14 +27,17 @@ class Auditor {
     for (u32 i = 0; i < s_.n_slots(); ++i) ring(i);
     tree(nap);
     chains();
-    quiet = before == stamp();
+    // A transaction that nobody runs now, because its writer died or is stopped, is not rest.
+    quiet = before == stamp() && before.plan != before.seq + 1 && before.done + 1 != before.seq;
     if (!quiet) for_rest_.clear();
     for (auto &f : for_rest_) findings.push_back(std::move(f));
     if (counted_ > kShown) findings.push_back("… and " + std::to_string(counted_ - kShown) + " more");
   }
 
+  static constexpr u64 kStale = 1'300'000'000;
+
  private:
-  static constexpr u64 kShown = 40, kStale = 1'300'000'000;
+  static constexpr u64 kShown = 40;
   struct Stamp {
     u64 seq, plan, done, begun, ended, tails, heads;
     bool operator==(const Stamp &) const = default;
@@ -79,9 +84,10 @@ class Auditor {
     if (b.base > b.cursor) wrong(text("commit block: base ", b.base, " is beyond cursor ", b.cursor));
     if (b.n_slots > s_.header().max_collectors) wrong(text("commit block: ", b.n_slots, " rings of at most ", s_.header().max_collectors));
     if (b.write_count > b.rows_total) wrong(text("commit block: write_count ", b.write_count, " of ", b.rows_total, " rows ever stored"));
-    const u64 done = load(c_.done_seq, acquire), plan = load(c_.plan_seq, acquire);
-    if (done > seq + 1 || done + 1 < seq) wrong_at_rest(text("done_seq: ", done, " beside commit_seq ", seq));
-    if (plan > seq + 1) wrong_at_rest(text("plan_seq: ", plan, " beside commit_seq ", seq));
+    const u64 done = load(c_.done_seq, acquire), plan = load(c_.plan_seq, acquire), later = load(c_.commit_seq, acquire);
+    if (done > later) wrong(text("done_seq: ", done, " is beyond commit_seq ", later));
+    if (plan > later + 1) wrong(text("plan_seq: ", plan, " is beyond the one after commit_seq ", later));
+    if (done + 1 < seq) wrong_at_rest(text("done_seq: ", done, " beside commit_seq ", seq));
     if (b.seq != seq) wrong_at_rest(text("commit block: seq ", b.seq, ", commit_seq ", seq));
     if (done == seq && cursor != b.cursor) wrong_at_rest(text("cursor: ", cursor, ", committed ", b.cursor, ", nothing in progress"));
   }
@@ -129,7 +135,7 @@ class Auditor {
     struct Place { u32 level; u64 index, print; };
     std::vector<Place> stale;
     tree.each_stale([&](u32 l, u64 i, u64 print) { stale.push_back({l, i, print}); });
-    for (const u64 since = now_ns(); !stale.empty() && now_ns() - since < kStale;) {
+    for (const u64 since = now_ns(); !stale.empty() && now_ns() - since < patience_;) {
       nap();
       std::erase_if(stale, [&](const Place &at) { u64 print; return !tree.is_stale(at.level, at.index, print) || print != at.print; });
     }
@@ -167,7 +173,7 @@ class Auditor {
   Control &c_;
   const u8 *file_;
   std::vector<std::string> for_rest_;
-  u64 counted_ = 0;
+  u64 counted_ = 0, patience_ = kStale;
 };
 
 }  // namespace shmbuf

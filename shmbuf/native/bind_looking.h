@@ -178,12 +178,12 @@ nb::list events(const H &h) {
   }
   return out;
 }
-nb::dict audit(const H &h) {
+nb::dict audit(const H &h, double patience) {
   Handle::Use use(*h);
   std::optional<Auditor> a;
   {
     nb::gil_scoped_release r;
-    a.emplace(h->audit());
+    a.emplace(h->audit(u64(patience * 1e9)));
   }
   nb::dict d, checked;
   nb::list findings;

@@ -41,8 +41,9 @@ int draw(const H &h, const Columns &columns, const std::vector<u64> &addresses, 
   Reader use(*h);
   auto out = out_columns(columns, addresses);
   u64 deadline = deadline_in(timeout);
+  Patience patience{h};
   return draw_into(h, n, ids, slots, [&](bool may_wait) {
-    return h->sampling().draw(n, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids), deadline, may_wait, no_signal);
+    return h->sampling().draw(n, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids), deadline, may_wait, [&] { return patience(); });
   });
 }
 int draw_by_priority(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 slots, u64 weights, double beta,
@@ -50,9 +51,10 @@ int draw_by_priority(const H &h, const Columns &columns, const std::vector<u64> 
   Reader use(*h);
   auto out = out_columns(columns, addresses);
   u64 deadline = deadline_in(timeout);
+  Patience patience{h};
   return draw_into(h, n, ids, slots, [&](bool may_wait) {
     return h->sampling().draw_by_priority(n, {beta, stratified, by_batch}, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids),
-                                          reinterpret_cast<float *>(weights), deadline, may_wait, no_signal);
+                                          reinterpret_cast<float *>(weights), deadline, may_wait, [&] { return patience(); });
   });
 }
 u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 done) {
@@ -93,7 +95,8 @@ int keep_priorities(const H &h, double alpha, double eps, bool live_maximum, dou
   Status s;
   {
     nb::gil_scoped_release r;
-    s = h->sampling().keep_priorities(alpha, eps, live_maximum, deadline, no_signal);
+    Patience patience{h};
+    s = h->sampling().keep_priorities(alpha, eps, live_maximum, deadline, [&] { return patience(); });
   }
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);
@@ -301,11 +304,11 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("set_priorities", &set_priorities, "ids"_a, "p"_a, "n"_a, "itemsize"_a, "applied"_a)
       .def("get_priorities", &get_priorities, "ids"_a, "n"_a, "out"_a)
       .def_prop_ro("priorities", &priorities)
-      .def_prop_ro("wants_priorities", [](const H &h) { Reader use(*h); return load(h->segment().control().priorities.formula.low, acquire) != 0; })
-      .def("scrub", [](const H &h) { Reader use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
-      .def("check_tree", [](const H &h) { Reader use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
+      .def_prop_ro("wants_priorities", [](const H &h) { Handle::Use use(*h); return load(h->segment().control().priorities.formula.low, acquire) != 0; })
+      .def("scrub", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().scrub() : 0; })
+      .def("check_tree", [](const H &h) { Handle::Use use(*h); Ungil gil(true); return h->sampling().keeps_priorities() ? h->sampling().tree().check() : 0; })
       .def("acquire_samples", &acquire_samples, "n"_a, "timeout"_a)
-      .def("refund_samples", [](const H &h, u64 n) { Reader use(*h); h->sampling().refund_samples(n); }, "n"_a)
+      .def("refund_samples", [](const H &h, u64 n) { Handle::Use use(*h); h->sampling().refund_samples(n); }, "n"_a)
       .def("set_limiter", &set_limiter, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none(), "anew"_a = false)
       .def("limiter", &limiter, "n"_a)
       .def("choose", &choose, "n"_a, "ids"_a)
@@ -325,8 +328,8 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("trajectory", &trajectory, "end"_a)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("pin", &pin, "first_id"_a, "seconds"_a)
-      .def("unpin", [](const H &h, u32 index) { Reader use(*h); h->unpin(index); }, "index"_a)
-      .def("pin_valid", [](const H &h, u32 index, u64 lo) { Reader use(*h); return h->pin_valid(index, lo); }, "index"_a, "first_id"_a)
+      .def("unpin", [](const H &h, u32 index) { Handle::Use use(*h); h->unpin(index); }, "index"_a)
+      .def("pin_valid", [](const H &h, u32 index, u64 lo) { Handle::Use use(*h); return h->pin_valid(index, lo); }, "index"_a, "first_id"_a)
       .def("map_rows", &map_rows)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a);
 }

@@ -47,7 +47,10 @@ struct Patience {
       next = 2 * (now - began);
       nb::object self = nb::find(handle);
       nb::object done = nb::steal(PyObject_CallFunction(long_wait, "Od", self.ptr(), double(now - began) * 1e-9));
-      if (!done.is_valid()) PyErr_WriteUnraisable(long_wait);
+      if (!done.is_valid()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;  // Ctrl-C, exit: ends the wait
+        PyErr_WriteUnraisable(long_wait);
+      }
     }
     return PyErr_CheckSignals() == 0;
   }

@@ -95,6 +95,9 @@ class Handle {
     }
     ~Waiting() { if (told) store(m->waits_for, u32(kNothing), relaxed); }
   };
+  void wait_for(Waits what) {  // of waits above this floor: kNothing ends it
+    if (Member *m = own_entry()) store(m->waiting_since_ns, now_ns(), relaxed), store(m->waits_for, u32(what), relaxed);
+  }
   // Every operation runs under a Use, so that close() never unmaps below one. The last Use of a closed handle takes it down:
   // a signal handler may close the handle whose wait it interrupts.
   struct Use {
@@ -206,9 +209,10 @@ class Handle {
         if (int(i) != slot_ && load(s_.slot(i).head_pub, acquire) < tails[i]) return false;
       return true;
     };
-    while (!stored()) {
+    for (Waiting waiting(*this); !stored();) {
       role_.help(stored);
       if (stored()) break;
+      waiting.on(kForCommit);
       if (Status s = abandoned(deadline, check); s != Status::ok) return s == Status::timeout ? Status::full : s;
       nap(200'000);
     }
@@ -304,9 +308,10 @@ class Handle {
     return forked_ ? Status::forked : Status::ok;  // a handler may have forked: in the child this call is nobody's
   }
   void nap(u64 ns) { futex_wait(stop_, 0, kForever, ns); }
-  Auditor audit() {
+  Auditor audit(u64 patience) {
+    const bool built = ready();  // maps the file
     Auditor a(s_, file_);
-    a.run(ready(), [&] { nap(10'000'000); });
+    a.run(built, [&] { nap(std::min<u64>(10'000'000, patience)); }, patience);
     return a;
   }
 
@@ -321,11 +326,12 @@ class Handle {
       const Window w = window(s_);
       if (w.live_lo == w.hi) return Status::empty;
       lo = first_id == ~0ull ? w.lo : first_id;
-      if (lo < w.lo || lo > w.hi) return Status::lapped;
+      if (lo >= w.hi) return Status::unknown_row;
+      if (lo < w.lo) return Status::lapped;
       Pins::Got got = Pins(s_, lock_fd_, &role_.pin_flags).claim(lo, until, me_, index);
       if (got == Pins::Got::none_free) return Status::none_free;
       if (got == Pins::Got::lapped) continue;
-      hi = window(s_).hi;
+      hi = w.hi;  // not a later one: an emptying in between jumps over ids that no row has
       return Status::ok;
     }
     return Status::lapped;
@@ -383,6 +389,7 @@ class Handle {
   }
   bool has_thread() const { return thread_running_; }
 
+  void unmark_destroying() { std::atomic_ref<u32>(s_.control().destroyed).fetch_and(~u32(kDestroying), seq_cst); }
   void mark_destroying() { std::atomic_ref<u32>(s_.control().destroyed).fetch_or(kDestroying, seq_cst); }  // before the name goes
   // Tell everybody attached that the name is gone.
   void mark_destroyed() {
@@ -451,6 +458,8 @@ class Handle {
   void take_down() {
     if (taking_down_.exchange(true, seq_cst)) return;
     if (!forked_) {
+      for (u32 i = 0; i < PinTable::kPins; ++i)  // no other thread is here any more: a bit is a pin
+        if (role_.pin_flags.load(relaxed) >> i & 1) Pins(s_, lock_fd_, &role_.pin_flags).drop(i);
       if (!readonly_ && built_.load(acquire)) {
         // Leave nothing behind that nobody may come for; but do not stay for ever with those who keep putting.
         int more = 256;
@@ -463,8 +472,6 @@ class Handle {
         std::lock_guard<std::mutex> guard(mutex_);
         if (slot_ >= 0) Registry(s_, lock_fd_).close_slot(u32(slot_));
       }
-      for (u32 i = 0; i < PinTable::kPins; ++i)  // no other thread is here any more: a bit is a pin
-        if (role_.pin_flags.load(relaxed) >> i & 1) Pins(s_, lock_fd_, &role_.pin_flags).drop(i);
       if (!readonly_) Registry(s_, lock_fd_).release_member(member_);
     }
     close_fds();
@@ -563,7 +570,7 @@ class Handle {
           d.turn();
         } else {
           nap(kSlice);
-          if (ready() && Writer::runnable(s_)) help();
+          if (ready() && (Writer::runnable(s_) || Writer::pinned(s_))) help();  // a dead one's pin counts until the role's holder sweeps it
           if (ready()) mend();
           if (++d.idle % 50 == 0) sweep();  // nobody else may be there to tell of the dead
         }

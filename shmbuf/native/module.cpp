@@ -176,7 +176,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("pins", &pins)
       .def("ages", &ages)
       .def("events", &events)
-      .def("audit", &audit)
+      .def("audit", &audit, "patience"_a = double(Auditor::kStale) * 1e-9)
       .def("count_drawn", [](const H &h, u64 ids, u64 n) { Handle::Use use(*h); if (h->ready()) h->count_drawn(reinterpret_cast<const u64 *>(ids), n); }, "ids"_a, "n"_a)
       .def("count_stale", [](const H &h, u64 sum, u64 rows) { Handle::Use use(*h); if (!h->readonly()) Chronicle(h->segment()).stale(sum, rows); }, "sum"_a, "rows"_a)
       .def("members", [](const H &h) { return members(h, h->member()); })
@@ -185,6 +185,8 @@ NB_MODULE(SHMBUF_MODULE, m) {
         struct stat st;
         return fstat(h->lock_fd(), &st) == 0 && st.st_nlink != 0;
       })
+      .def("unmark_destroying", [](const H &h) { Handle::Use use(*h); h->unmark_destroying(); })
+      .def("wait_for", [](const H &h, u32 what) { Handle::Use use(*h); h->wait_for(Waits(what)); }, "what"_a)
       .def("mark_destroying", [](const H &h) { Handle::Use use(*h); h->mark_destroying(); })
       .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); h->mark_destroyed(); })
       .def("close", [](const H &h) { nb::gil_scoped_release r; h->close(); });

@@ -6,8 +6,8 @@
 //   writer   plan no row beyond the pins; T1; fence; a pin in the way? write nothing, the plan stays sealed, give the role back
 //   release  word = 0 → unlock → wake
 //
-// Nobody waits for ever: the kernel drops a dead one's byte, and a living pin that has outlasted `until` is revoked: its owner finds
-// that out by valid() after it has looked.
+// The kernel drops a dead one's byte, and a living pin that has outlasted `until` is revoked: its owner finds that out by valid()
+// after it has looked. Who asks for no end, and is stopped, stops writing.
 #pragma once
 #include "registry.h"
 
@@ -61,6 +61,7 @@ class Pins {
     bool revoked = false;
     for (u32 i = 0, n = used(); i < n; ++i) {
       u64 word = load(t_.pin[i].word, seq_cst);
+      revoked |= word == kRevoked;  // by somebody else: what follows is behind it, too
       if (!word || word == kRevoked) continue;
       if (try_byte(i)) {  // nobody's: its owner died
         store(t_.pin[i].word, u64(0), seq_cst);

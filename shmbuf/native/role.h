@@ -27,7 +27,9 @@ class WriterRole {
     }
     Control &c = s_.control();
     const u64 now = now_ns();
-    if (u64 since = load(c.writer_since_ns, relaxed)) {  // whoever held it died with it
+    const u64 since = load(c.writer_since_ns, relaxed);
+    after_death_ = since != 0;
+    if (since) {  // whoever held it died with it
       const u64 sign = std::max(since, load(c.last_transaction_ns, relaxed));
       Chronicle log(s_);
       const u32 pid = load(c.writer_pid, relaxed);
@@ -53,7 +55,7 @@ class WriterRole {
     for (int idle_turns = 0;;) {
       if (!try_take()) return out == Outcome::idle ? Outcome::busy : out;
       Writer writer(s_, fd_, &pin_flags);
-      if (writer.take_over()) bump<u64>(s_.control().takeovers, 1);
+      if (writer.take_over() && after_death_) bump<u64>(s_.control().takeovers, 1);
       bool met = false;
       bool moved = false;
       while (!(met = enough()) && writer.step()) moved = true;
@@ -87,6 +89,7 @@ class WriterRole {
   int fd_ = -1;
   u32 pid_ = 0;
   u64 pid_namespace_ = 0;
+  bool after_death_ = false;  // of the role's last holder
   std::atomic<bool> taken_{false};
 };
 

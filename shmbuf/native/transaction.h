@@ -34,7 +34,7 @@ class Writer {
     if (keeps_priorities()) tree_.keep_max(Formula(c_.priorities).live_maximum);
   }
 
-  // On taking the role: finish what a dead holder committed but did not publish. True if there was anything of his.
+  // On taking the role: finish what was committed but not published. True if there is anything unfinished.
   bool take_over() {
     u64 seq = load(c_.commit_seq, acquire);
     bool sealed = load(c_.plan_seq, acquire) == seq + 1, behind = load(c_.done_seq, acquire) != seq;
@@ -54,8 +54,8 @@ class Writer {
   bool step() {
     u64 seq = load(c_.commit_seq, relaxed);  // only the role's holder stores it
     CommitBlock &now = s_.block(seq), &next = s_.block(seq + 1);
+    if (wanted(c_)) return keep_priorities(now);  // before a plan that a pin may hold up: none has touched the tree yet
     if (load(c_.plan_seq, acquire) != seq + 1) {
-      if (wanted(c_)) return keep_priorities(now);
       if (!plan(now, next)) return false;
       FAILPOINT(plan_written);
       store(c_.plan_seq, seq + 1, release);  // sealed
@@ -344,7 +344,7 @@ class Writer {
     const Formula formula(c_.priorities);
     tree_.keep_max(formula.live_maximum);
     tree_.format();
-    tree_.evict_leaves(now.cursor, s_.capacity);  // slots without a row: no id of before an emptying is theirs
+    tree_.evict(now.cursor, s_.capacity);  // slots without a row: no id of before an emptying is theirs
     tree_.evict_leaves(lo, n);
     const float p = first_leaf(c_.priorities, formula, tree_);
     tree_.publish(lo, &p, 0, n);
@@ -391,7 +391,7 @@ class Writer {
 inline bool read_block(const Segment &s, CommitBlock &out, BlockSlot *slots, u32 n_slots) {
   u64 seq = load(s.control().commit_seq, acquire);
   const CommitBlock &b = s.block(seq);
-  std::memcpy(static_cast<void *>(&out), &b, sizeof(CommitBlock));
+  copy_bytes(&out, &b, sizeof(CommitBlock));
   for (u32 i = 0; i < n_slots; ++i) slots[i] = i < b.n_slots ? b.slot[i] : BlockSlot{};
   fence(acquire);
   return load(s.control().commit_seq, relaxed) == seq;

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from shmbuf import Buffer, RateLimiter, ShmbufError, reading
+from shmbuf.cli import checking
 from shmbuf.cli import main as shminfo
 from shmbuf.cli.looking import look
 
+checking.PATIENCE, checking.STALE = 0.0, 0.01
 reading.PATIENCE = 0.05  # seconds that readers wait for a writer that is stopped
 SOON = 0.02
 # What the documentation of a call names besides ShmbufError; (class, a part of the text).

@@ -110,7 +110,7 @@ struct Desk {  // one description and one role: what the threads of one handle s
   Segment &s;
   int fd;
   WriterRole role;
-  Desk(Segment &segment, int file) : s(segment), fd(reopen(file)), role(segment) { role.open(fd, u32(getpid())); }
+  Desk(Segment &segment, int file) : s(segment), fd(reopen(file)), role(segment) { role.open(fd, describe_self()); }
   ~Desk() { close(fd); }
   template <class Enough> WriterRole::Outcome help(Enough enough) {
     return role.help([&] { return audit(s), enough(); });

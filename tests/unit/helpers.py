@@ -58,7 +58,7 @@ def numbers(buf: Buffer) -> list[int]:
 
 def figures(buf: Buffer) -> dict:
     """All that a call which raises must not move (who looked last whether there is anything to write may change)."""
-    s = {k: v for k, v in buf.stats().items() if k not in ("writer_age", "writer_pid")}
+    s = {k: v for k, v in buf.stats().items() if k not in ("writer_age", "writer_pid", "writer_pid_namespace")}
     return {
         **s,
         "len": len(buf),

@@ -145,7 +145,7 @@ def test_a_finding_of_a_moment_is_looked_at_again(name, shminfo_json, monkeypatc
     class Handle:
         ready, config = False, b"\x80"
 
-        def audit(self) -> dict:
+        def audit(self, patience: float) -> dict:
             return moments.pop(0)
 
     result: dict = {}

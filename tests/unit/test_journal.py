@@ -173,3 +173,13 @@ def test_what_a_buffer_would_take(name):
         estimate(10)
     with pytest.raises(ValueError, match="capacity=0"):
         estimate(0, schema=spec)
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_handle_from_before_the_schema_checks_what_came_later(name, watch):
+    with Buffer.create(name, 64) as buf:
+        early = segment.attach(name, watch=watch)
+        buf.extend(rows(0, 8))
+        report = early.audit()
+        assert report["findings"] == [] and report["checked"]["rows"] == 8
+        early.close()

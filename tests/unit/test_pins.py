@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, Lapped, NotEnoughRows, RingFull, StorageLost, destroy, segment
+from shmbuf import Buffer, Lapped, NotEnoughRows, RingFull, StorageLost, TooManyPins, destroy, segment
 from shmbuf._extension import native
 
 SPEC = {"k": "int64", "v": ("float32", (3,)), "b": "bool"}
@@ -150,8 +150,8 @@ def test_a_record_longer_than_the_buffer_waits_for_every_pin(name):
 def test_bad_input(full, name):
     with pytest.raises(Lapped, match="row 29 cannot be pinned: stored now are 30 to 129"):
         full.pin(29)
-    with pytest.raises(Lapped, match="row 131 cannot be pinned"):
-        full.pin(131)
+    with pytest.raises(IndexError, match="first_id=130: no such row has been stored; the newest is 129"):
+        full.pin(130)
     for seconds in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="seconds="):
             full.pin(seconds=seconds)
@@ -160,7 +160,7 @@ def test_bad_input(full, name):
     with Buffer.attach(name, readonly=True) as watcher, pytest.raises(PermissionError, match="read-only"):
         watcher.pin()
     pins = [full.pin() for _ in range(16)]
-    with pytest.raises(RuntimeError, match=r"all pins of buffer .* are in use: pid \d+ since"):
+    with pytest.raises(TooManyPins, match=r"all 16 pins of buffer .* are in use: pid \d+ since"):
         full.pin()
     del pins
     full.pin().release()
@@ -180,4 +180,39 @@ def test_it_is_seen_from_outside(full):
 
 
 def test_native_refuses_what_is_not_pinned(full):
-    assert native.STATUSES[full._handle.pin(10**6, 1.0)[0]] == "lapped"
+    assert native.STATUSES[full._handle.pin(10**6, 1.0)[0]] == "unknown_row"
+
+
+def test_a_pin_that_was_released_early_held_as_long_as_it_was_asked_to(full):
+    with full.pin() as pin:
+        pin.release()
+    assert not pin.valid
+
+
+def test_closing_drains_what_its_own_pin_held_up(full):
+    with Buffer.attach(full.name) as other:
+        other.pin(seconds=None)
+        kept = other.pin(seconds=None)
+        assert len(kept) == 100
+        other.put(rows(130, 5))
+    assert full.window == (35, 135)
+
+
+def test_an_emptying_in_between_adds_no_rows_that_never_were(name, monkeypatch):
+    with Buffer.create(name, 100, schema=SPEC, drain="caller") as buf:
+        buf.extend(rows(0, 30))
+        with buf.pin() as pin:
+            buf.empty()
+            assert (pin.first_id, pin.end_id) == (0, 30)
+
+
+def test_keeping_priorities_does_not_wait_for_a_pin(full):
+    """A plan that was sealed before the pin came is held up by it; who asks for priorities is not."""
+    ticket = full.put(rows(130, 10))
+    with full.pin(seconds=None):
+        full.drain()
+        full.keep_priorities(1.0, 0.0)
+        assert not ticket.done() and full.stats()["takeovers"] == 0
+        full.draw_by_priority(5)
+    full.drain()
+    assert ticket.done()

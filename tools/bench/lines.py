@@ -6,7 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .peers import NAMES, OURS, OURS_NUMPY
-from .plan import ALONE, BESIDE, BURNING, COPYING, PRIORITISED, SAMPLERS, SHARED, SIZES, SLICED, UPDATING, WRITING
+from .plan import (
+    ALONE,
+    BESIDE,
+    BURNING,
+    COPYING,
+    KILLED,
+    PRIORITISED,
+    SAMPLERS,
+    SHARED,
+    SIZES,
+    SLICED,
+    UPDATING,
+    WRITING,
+)
 from .results import Results
 from .rows import ROWS
 from .settings import Settings
@@ -41,6 +54,8 @@ class Line:
     us: str = OURS
     errors: str = ""
     """Where in the results the reasons for missing figures are: `kind/row`."""
+    compared: bool = True
+    """Whether a ratio makes sense."""
 
     @property
     def ranked(self) -> list[tuple[str, float | None]]:
@@ -50,7 +65,7 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        return over(self.ours, self.ranked[0][1]) if self.ranked else None
+        return over(self.ours, self.ranked[0][1]) if self.ranked and self.compared else None
 
 
 def over(a: float | None, b: float | None) -> float | None:
@@ -58,7 +73,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def lines(results: Results, settings: Settings) -> list[Line]:
-    every = (_ingest, _sample, _beside, _prioritised, _slices, _memory)
+    every = (_ingest, _sample, _beside, _prioritised, _slices, _kills, _memory)
     found = [line for group in every for line in group(results, settings)]
     return [line for line in found if line.ours is not None or line.peers]
 
@@ -207,6 +222,22 @@ def _slices(results: Results, settings: Settings) -> Iterator[Line]:
                 more_is_better=False,
                 errors=small,
             )
+
+
+def _kills(results: Results, settings: Settings) -> Iterator[Line]:
+    place = "kills/atari"
+    what = f"kill a collector, then read, {settings.kills} times"
+    counted = (
+        ("hung", f"{what}: hangs"),
+        ("learner", "of these the learner"),
+        ("collector", "of these the other collector"),
+        ("torn", f"{what}: torn rows"),
+        ("raised", f"{what}: errors"),
+    )
+    for outcome, text in counted:
+        ours, others = results.get(f"{place}/{outcome}/{OURS}"), results.peers(f"{place}/{outcome}", KILLED[1:])
+        goal = None if text.startswith("of these") else Goal("0", ours, f"of {settings.kills}", most=0)
+        yield Line(text, "", ours, others, goal, more_is_better=False, errors=place, compared=False)
 
 
 def _memory(results: Results, settings: Settings) -> Iterator[Line]:

@@ -33,6 +33,10 @@ SIZES = (10_000, 1_000_000, 10_000_000)
 # What the sampler has beside it, and the rows and records of those who write.
 ALONE, WRITING, BURNING, COPYING = "alone", "writing", "burning", "copying"
 UPDATING = "updating"
+# Who loses a collector, and what a round of that can come to.
+CPPRB_PRIORITISED = "cpprb prioritised"
+KILLED = (peers.OURS, "cpprb", CPPRB_PRIORITISED, "faster-fifo", "torchrl")
+KILL_OUTCOMES = ("hung", "learner", "collector", "unseen", "torn", "raised", "fine")
 CONTENDERS = {"sample": SAMPLERS, "prio": PRIORITISED, "slices": SLICED}
 BESIDE = (("mujoco", 1), ("mujoco", 64), ("atari", 64))
 
@@ -66,6 +70,7 @@ def cases(only: list[str]) -> list[Case]:
         every += [Case(f"beside/{row}/{batch}/{n}", "beside", row, n, batch) for n in SHARED]
     every += [Case(f"{kind}/mujoco", kind, "mujoco") for kind in ("prio", "learners", "updaters")]
     every += [Case(f"slices/{size}", "slices", str(size)) for size in SIZES]
+    every += [Case(f"kills/atari/{n}", "kills", "atari", n) for n in KILLED]
     every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
     every += [Case("memcpy/after", "memcpy")]
     if not only:

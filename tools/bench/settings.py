@@ -19,6 +19,8 @@ class Settings:
     rounds: int = 3
     beside_rounds: int = 5
     """More of them: which of three processes share a core is luck for seconds."""
+    kills: int = 20
+    """Rounds in which one collector is killed."""
     turns: int = 80
     """Round-robin turns of the uniform samplers."""
     turn_seconds: float = 0.01
@@ -46,6 +48,7 @@ QUICK = Settings(
     round_seconds=0.3,
     rounds=1,
     beside_rounds=1,
+    kills=5,
     turns=8,
     fill=0.25,
     timeout=90.0,
