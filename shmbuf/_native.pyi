@@ -21,6 +21,8 @@ READONLY: int = 1
 
 NO_PRESENCE: int = 2
 
+FOR_ROWS: int = 1
+
 CREATOR: int = 1
 
 READER: int = 4

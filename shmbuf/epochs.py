@@ -14,7 +14,7 @@ import numpy as np
 
 from shmbuf._extension import native
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
-from shmbuf.failures import writer_text
+from shmbuf.failures import Waiting, writer_text
 from shmbuf.priorities import Priorities
 from shmbuf.reading import Reading, address_of
 from shmbuf.schema import nest
@@ -194,27 +194,29 @@ class EpochReader:
         """What nobody had yet (or not often enough), over as many windows as it takes; fewer if there is no more in time."""
         nap, helped, in_vain = 1e-4, False, 0
         self.ran_out = self.at_end = False
-        while batch.missing.size and in_vain < MAX_TRIES:
-            had = batch.missing.size
-            got = batch.take(self._claim, fetch, self._tells)
-            if not batch.missing.size:
-                break
-            if got.n:
-                nap, helped, in_vain = 1e-4, False, in_vain + 1 if batch.missing.size == had else 0
-                continue
-            if self.buffer._get("destroyed"):
-                raise StorageLost(f"buffer {self.buffer.name!r} was destroyed while a reader waited for new rows")
-            if not helped and self.buffer._get("ready"):
-                self.buffer._call("help")
-                helped = True
-                continue
-            left = left_of(timeout, since)
-            if left == 0:
-                self.ran_out = self.at_end = True
-                break
-            # The core wakes nobody for rows that are new to an epoch.
-            time.sleep(nap if left is None else min(nap, left))
-            nap, helped = min(2 * nap, 5e-3), False
+        with Waiting(self.buffer) as waiting:
+            while batch.missing.size and in_vain < MAX_TRIES:
+                had = batch.missing.size
+                got = batch.take(self._claim, fetch, self._tells)
+                if not batch.missing.size:
+                    break
+                if got.n:
+                    nap, helped, in_vain = 1e-4, False, in_vain + 1 if batch.missing.size == had else 0
+                    continue
+                if self.buffer._get("destroyed"):
+                    raise StorageLost(f"buffer {self.buffer.name!r} was destroyed while a reader waited for new rows")
+                if not helped and self.buffer._get("ready"):
+                    self.buffer._call("help")
+                    helped = True
+                    continue
+                left = left_of(timeout, since)
+                if left == 0:
+                    self.ran_out = self.at_end = True
+                    break
+                # The core wakes nobody for rows that are new to an epoch.
+                waiting.tick()
+                time.sleep(nap if left is None else min(nap, left))
+                nap, helped = min(2 * nap, 5e-3), False
         if batch.missing.size == n:
             raise self._lapped() if in_vain else NotEnoughRows(self._nothing_new(timeout))
         return batch.ids, batch.order(sort=not self.shuffle)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +95,7 @@ def pins_text(buffer: Attachment) -> str | None:
 
 attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()  # by the id of the native handle
 log = logging.getLogger("shmbuf")
+LONG_WAIT = 10.0  # seconds; then twice as long, and so on
 
 
 def _long_wait(handle: Any, seconds: float) -> None:
@@ -100,6 +103,31 @@ def _long_wait(handle: Any, seconds: float) -> None:
     buffer = attached.get(id(handle))
     if buffer is not None:
         log.warning("%s", long_wait_text(buffer, seconds))
+
+
+class Waiting:
+    """Around a wait that naps in Python: seen from outside and with a word now and then, like those of the core."""
+
+    def __init__(self, buffer: Attachment):
+        self._buffer, self._since, self._next = buffer, 0.0, LONG_WAIT
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def tick(self) -> None:
+        """Before each nap."""
+        now = time.monotonic()
+        if not self._since:
+            self._since = now
+            self._buffer._call("wait_for", native.FOR_ROWS)
+        if now - self._since >= self._next:
+            self._next = 2 * (now - self._since)
+            log.warning("%s", long_wait_text(self._buffer, now - self._since))
+
+    def __exit__(self, *_: object) -> None:
+        if self._since:
+            with contextlib.suppress(ValueError, StorageLost):  # closed or destroyed meanwhile
+                self._buffer._call("wait_for", 0)
 
 
 def long_wait_text(buffer: Attachment, seconds: float) -> str:
@@ -127,7 +155,7 @@ def long_wait_text(buffer: Attachment, seconds: float) -> str:
     return f"{begin} for {'room in' if what == 'room' else 'what lies in'} {ring}: {held_up_text(buffer)}"
 
 
-native.set_long_wait(_long_wait)
+native.set_long_wait(_long_wait, LONG_WAIT)
 
 
 def writer_text(buffer: Attachment) -> str:

@@ -16,7 +16,7 @@ from shmbuf.settings import check_settings
 
 SHM_DIR = "/dev/shm"
 MAX_MEMBERS = 256
-_HEADROOM = 16 << 20  # left free for everybody else
+HEADROOM = 16 << 20  # left free for everybody else
 
 
 def _read_int(path: str) -> int | None:
@@ -89,7 +89,7 @@ def require(need: int, what: str, parts: Estimate | None = None) -> None:
         "the memory cgroup": cgroup_headroom(),
     }
     where, least = min(((k, v) for k, v in left.items() if v is not None), key=lambda kv: kv[1])
-    if need + _HEADROOM > least:
+    if need + HEADROOM > least:
         raise NotEnoughMemory(too_little(need, what, where, least, parts))
 
 

@@ -31,7 +31,9 @@ def check_command(args: argparse.Namespace) -> int:
         checked = ", ".join(k if n is None else f"{count(n)} {k}" for k, n in result["checked"].items())
         print(printable(f"checked: {checked or 'nothing: it cannot be opened'}"))
         if result["quiet"] is False:
-            print("a transaction was running all the time: what it moves was not compared, run it again when it rests")
+            print(
+                "a transaction is unfinished (it runs, its writer is stopped or dead, or a pin is in its way): what it moves was not compared"
+            )
         for finding in result["findings"]:
             print(printable(f"finding: {finding}"))
         if result["remedy"]:

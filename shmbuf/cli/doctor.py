@@ -9,7 +9,7 @@ from shmbuf import segment
 from shmbuf.cli import looking, machine
 from shmbuf.cli.looking import Info, all_inside
 from shmbuf.cli.removing import leftover, unattached
-from shmbuf.cli.watching import event_text, process, stopped_drainers, writer_stopped
+from shmbuf.cli.watching import event_text, pin_text, pinned_by, process, stopped_drainers, writer_stopped
 from shmbuf.printing import count, nbytes, print_json, print_rich, printable, seconds, styled
 
 IDLE = 5.0  # seconds without a transaction while rows wait, after which that is told
@@ -120,6 +120,14 @@ def _writer(info: Info, say: machine.Say) -> None:
         return
     elif limiter and limiter["collectors_wait"]:
         say("limiter", "hint", f"{rows}: {limiter['text']}", f"shminfo top {info['name']}")
+    elif (pin := pinned_by(info)) and not w["active"]:
+        still = looking.stopped(looking.process_state(pin))
+        say(
+            "pin",
+            "wrong" if still else "hint",
+            f"{rows}: {pin_text(pin)}",
+            f"kill {'-CONT ' if still else ''}{pin['pid']}",
+        )
     elif w["active"]:
         state = f"in state {w['process_state']}" if w["process_state"] else "in another pid namespace, or gone"
         say(

@@ -33,6 +33,7 @@ ERRORS = (
     ArithmeticError,
     RuntimeError,
     native.FormatError,
+    native.MapError,
     posix_ipc.Error,
     msgpack.UnpackException,
 )
@@ -206,6 +207,7 @@ def read(handle: Any, info: Info, whole: bool) -> None:
             **{k: writer[k] for k in ("command", "process_state")},
         },
         limiter=figures(handle.limiter(1)),
+        pins=sorted(handle.pins(), key=lambda p: p["first_id"]),
         members=sorted(members, key=lambda m: (not m["alive"], m["since"])),
         collectors=collectors,
         ages=handle.ages(),

@@ -15,13 +15,12 @@ from shmbuf.printing import nbytes
 
 Say = Callable[..., None]
 SMALL = 64 << 20  # what docker gives a container's /dev/shm
-LEAST = 16 << 20  # below that no buffer is created (segment.py)
 UNLIMITED = 1 << 60  # cgroup v1 writes "none" as a large number
 FEW_FILES = 256
-LOGIND = (
+LOGIND = (  # the later wins, and drop-ins over main files
     "/usr/lib/systemd/logind.conf",
-    "/usr/lib/systemd/logind.conf.d/*.conf",
     "/etc/systemd/logind.conf",
+    "/usr/lib/systemd/logind.conf.d/*.conf",
     "/run/systemd/logind.conf.d/*.conf",
     "/etc/systemd/logind.conf.d/*.conf",
 )
@@ -54,7 +53,7 @@ def examine(f: dict[str, Any], say: Say) -> None:
     """Tell ``say(check, level, text, remedy)``; level: "ok", "hint" (nothing is wrong yet) or "wrong"."""
     free, size, used = f["shm_free_bytes"], f["shm_bytes"], f["shm_used_by_buffers_bytes"]
     text = f"{segment.SHM_DIR} has {nbytes(size)}, {nbytes(free)} free; buffers use {nbytes(used)}"
-    if free < LEAST:
+    if free < memory.HEADROOM:
         say("shm", "wrong", f"{text}: no buffer can be created", ENLARGE)
     elif size <= SMALL:
         say("shm", "hint", f"{text}: that holds small buffers only", ENLARGE)
@@ -69,7 +68,7 @@ def examine(f: dict[str, Any], say: Say) -> None:
         left = f[key]
         if left is None:
             say(key.rsplit("_", 1)[0], "ok", f"{where}: no limit")
-        elif left < LEAST:
+        elif left < memory.HEADROOM:
             say(key.rsplit("_", 1)[0], "wrong", f"{where} has {nbytes(left)} left: no buffer can be created", remedy)
         elif left < free // 2:
             say(
@@ -90,7 +89,7 @@ def examine(f: dict[str, Any], say: Say) -> None:
     if largest is None:
         say("file_size", "ok", "files may have any size (RLIMIT_FSIZE)")
     else:
-        level = "wrong" if largest < LEAST else "hint"
+        level = "wrong" if largest < memory.HEADROOM else "hint"
         say(
             "file_size",
             level,

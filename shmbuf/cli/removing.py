@@ -77,7 +77,7 @@ def leftover(info: Info) -> str | None:
 
 def unattached(info: Info) -> bool:
     """A sound buffer with a name that no process has open: its rows are kept for whoever attaches next."""
-    return info["state"] in ("ok", "no schema yet", "half-built") and not info["attached"] and not info["unnamed"]
+    return info["state"] in ("ok", "no schema yet") and not info["attached"] and not info["unnamed"]
 
 
 def gc_command(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmbuf.cli.looking import Info, inside
-from shmbuf.cli.watching import event_text, last_of, writer_parts
+from shmbuf.cli.watching import event_text, last_of, pin_text, process, writer_parts
 from shmbuf.printing import count, living, nbytes, print_json, print_rich, printable, seconds, styled, table
 from shmbuf.schema import show_key
 
@@ -94,6 +94,11 @@ def _heading(info: Info) -> Any:
             s["pin_memory"] and "pin_memory",
         )
     line("writer", *writer_parts(w))
+    for pin in info["pins"]:
+        line(
+            "pin",
+            pin_text(pin) if pin["alive"] else f"of a dead process, {process(pin)}: goes with the next transaction",
+        )
     if info["limiter"]:
         line("limiter", f"{info['limiter']['samples_per_insert']:g} samples an insert", info["limiter"]["text"])
     return grid

@@ -163,6 +163,16 @@ def writer_stopped(info: Info) -> str | None:
     return process(w) if w["active"] and stopped(w["process_state"]) else None
 
 
+def pinned_by(info: Info) -> Info | None:
+    """Who keeps the oldest rows from being overwritten."""
+    return next((p for p in info["pins"] if p["alive"]), None)
+
+
+def pin_text(pin: Info) -> str:
+    left = "until it is released" if pin["seconds_left"] is None else f"for at most {seconds(pin['seconds_left'])} more"
+    return f"{process(pin)} has pinned the rows from id {pin['first_id']:,} on, {left}"
+
+
 def writer_parts(w: Info) -> list[Any]:
     """The writer's heartbeat in words."""
     if w["pid"] is None:
@@ -211,6 +221,8 @@ def _why(what: str, info: Info) -> str:
     if limiter and limiter["collectors_wait"]:
         return str(limiter["text"])
     w = info["writer"]
+    if (pin := pinned_by(info)) and not w["active"]:
+        return pin_text(pin)
     if w["active"]:
         return f"the writer, {process(w)}, is at it" + (
             f", its last transaction was {seconds(w['age_seconds'])} ago" if w["age_seconds"] is not None else ""

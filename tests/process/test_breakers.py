@@ -450,3 +450,32 @@ def test_who_only_samples_hears_of_a_forced_destroy(unique_name):
         destroy(unique_name, force=True)
         with pytest.raises(StorageLost):
             learner.draw(3)
+
+
+def test_a_destroy_that_failed_leaves_no_trace(unique_name):
+    """Another user may not remove the name: when it goes by itself later, whoever is attached goes on."""
+    code = (
+        "import os, sys\nfrom shmbuf import destroy\nos.setgroups([54321]); os.setgid(54321); os.setuid(54322)\n"
+        "try:\n    destroy(sys.argv[1], force=True, owner=0)\nexcept PermissionError as e:\n    print('refused', 'sticky' in str(e))\n"
+    )
+    with Buffer.create(unique_name, 100, schema=oracle.SCHEMA, mode=0o660, group=54321) as buffer:
+        done = subprocess.run([sys.executable, "-c", code, unique_name], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "refused True\n", done.stderr
+        os.unlink(segment.path_of(unique_name))
+        for k in range(3):
+            buffer._handle.sweep()
+            assert len(buffer.extend(oracle.make_rows(0, k, 1))) == 1
+        assert not buffer.destroyed
+
+
+def test_a_thread_that_outlives_the_main_one_is_told_that_its_handle_is_closed():
+    code = (
+        "import threading, time\nfrom shmbuf import Buffer\nb = Buffer.create(None, 10, schema={'k': 'int64'})\n"
+        "main = threading.main_thread()\n"
+        "def work():\n"
+        "    main.join()\n    b.close()\n"
+        "    try:\n        b.draw(1)\n    except ValueError as e:\n        print(e)\n"
+        "threading.Thread(target=work).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "is closed" in done.stdout and done.returncode == 0, done

@@ -242,7 +242,8 @@ def test_b075_attach_in_the_middle_of_a_creation(name, start, moment):
         return
     (info,) = [i for i in shminfo_json() if i["name"] == name]
     assert info["state"] not in ("ok", "damaged") and not info["attached"]
-    assert shminfo("rm", name) == (0, f"removed {name}\n", "")
+    status, out, err = shminfo("rm", name)
+    assert (status, err) == (0, "") and out.startswith(f"removed {name}: ") and out.endswith(" freed\n")
     assert name not in segment.names()
 
 

@@ -100,3 +100,21 @@ def test_pinned_rows_stay_and_the_rest_goes_on(unique_name, tmp_path, seed):
     code = f"from tests.process.test_pins import supervise as s; s({unique_name!r}, {str(tmp_path / 'acks')!r}, {kills}, {seed})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110 + 2 * kills)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_a_dead_pinner_holds_up_nobody_though_only_a_standby_is_left(unique_name):
+    """The creator drained, pinned without an end and was killed: what others put is seen by whoever samples, who never helps."""
+    code = (
+        "import os, signal, sys, numpy as np\nfrom shmbuf import Buffer\n"
+        "b = Buffer.create(sys.argv[1], 64, schema={'k': 'int64'})\nb.extend({'k': np.arange(64)})\n"
+        "pin = b.pin(seconds=None)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, unique_name], timeout=60).returncode == -signal.SIGKILL
+    with Buffer.attach(unique_name) as reader, Buffer.attach(unique_name) as collector:
+        reader.draw(1)  # has a standby from now on
+        collector.put({"k": np.arange(64, 70)})
+        deadline = time.monotonic() + 60
+        while reader.window[1] < 70:
+            assert time.monotonic() < deadline, (reader.stats(), reader._handle.pins())
+            time.sleep(1e-3)
+        assert reader._handle.pins() == []
