@@ -268,7 +268,7 @@ nb::tuple pin(const H &h, u64 first_id, double seconds) {
 nb::object map_rows(const H &h) {
   Reader use(*h);
   u64 bytes = 0;
-  u8 *at = h->map_rows(bytes);
+  u8 *at = shmbuf::map_rows(h->segment(), bytes);
   struct Mapping { u8 *at; u64 bytes; };
   nb::capsule owner(new Mapping{at, align_up(bytes, kPage)}, [](void *p) noexcept {
     auto *m = static_cast<Mapping *>(p);

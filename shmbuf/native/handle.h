@@ -2,6 +2,8 @@
 // and its drain thread. Everything above it (module.cpp, Python) only converts.
 #pragma once
 #include "audit.h"
+#include "drainer.h"
+#include "forks.h"
 #include "role.h"
 #include "sampling.h"
 #include "segment.h"
@@ -10,7 +12,6 @@
 #include <mutex>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <vector>
 
 namespace shmbuf {
@@ -34,7 +35,7 @@ class Handle {
   // Takes both descriptors. map_fd is closed as soon as everything is mapped: a mapping keeps its description open, and a
   // description that is mapped must not carry locks, or they would outlive close().
   Handle(int map_fd, int lock_fd, u32 flags) : map_fd_(map_fd), lock_fd_(lock_fd), readonly_(flags & kReadonly), role_(s_) {
-    enlist();  // before any lock: a fork by another thread must not leave one in its child
+    ForkList<Handle>::add(this);  // before any lock: a fork by another thread must not leave one in its child
     try {
       u64 bytes = file_size(map_fd);
       if (struct stat st; fstat(map_fd, &st) == 0 && st.st_nlink) named();
@@ -49,7 +50,7 @@ class Handle {
       presence_ = !(flags & kNoPresence) && lock_byte(lock_fd_, kLockPresence, F_RDLCK);
       refresh();
     } catch (...) {
-      delist();
+      ForkList<Handle>::remove(this);
       unmap();
       close_fds();
       throw;
@@ -60,7 +61,7 @@ class Handle {
   }
   ~Handle() {
     close();
-    delist();
+    ForkList<Handle>::remove(this);
   }
   Handle(const Handle &) = delete;
 
@@ -342,20 +343,6 @@ class Handle {
     fence(seq_cst);  // pairs with the sleepers' arm; fence; look again
     role_.hand_over();
   }
-  // The rows of the segment, mapped once more for reading, so that a view of them outlives this handle: of the same description,
-  // which carries no lock.
-  u8 *map_rows(u64 &bytes) const {
-    bytes = s_.capacity * s_.row_bytes;
-    void *p = mremap(s_.rows, 0, align_up(bytes, kPage), MREMAP_MAYMOVE);
-    if (p == MAP_FAILED) throw MapError("mapping " + std::to_string(bytes) + " bytes of rows once more: " + std::strerror(errno));
-    if (mprotect(p, align_up(bytes, kPage), PROT_READ)) {
-      const int e = errno;
-      munmap(p, align_up(bytes, kPage));
-      throw std::runtime_error(std::string("mprotect: ") + std::strerror(e));
-    }
-    return static_cast<u8 *>(p);
-  }
-
   // ---- draining ----
   // What the rings hold now; not what others go on putting.
   WriterRole::Outcome help() {
@@ -384,7 +371,7 @@ class Handle {
     standby_ = standby;
     store(stop_, 0u, release);
     SignalsBlocked blocked;
-    thread_running_ = pthread_create(&thread_, nullptr, [](void *h) -> void * { static_cast<Handle *>(h)->thread_main(); return nullptr; }, this) == 0;
+    thread_running_ = pthread_create(&thread_, nullptr, [](void *h) -> void * { Drainer<Handle>(*static_cast<Handle *>(h)).run(); return nullptr; }, this) == 0;
     if (thread_running_) add_role(standby ? kStandby : kDrainer);
   }
   bool has_thread() const { return thread_running_; }
@@ -409,7 +396,7 @@ class Handle {
   // The loop of `python -m shmbuf.drain`; returns when the buffer is destroyed, check() says no, or (alone) nobody is attached.
   template <class Check> void drain_until(bool leave_when_alone, Check check) {
     add_role(kDrainer);
-    Drainer d(*this);
+    Drainer<Handle> d(*this);
     u64 looked = now_ns();
     while (!destroyed() && !closed() && check()) {
       d.turn();
@@ -537,48 +524,7 @@ class Handle {
     outstanding_.clear();
   }
 
-  // The body of the drain thread, of a standby and of the drain process.
-  struct Drainer {
-    Handle &h;
-    u32 idle = 0;
-    u64 swept = 0;
-    explicit Drainer(Handle &handle) : h(handle) {}
-    void turn() {
-      Control &c = h.s_.control();
-      if (!h.ready()) {
-        const u32 armed = arm(c.ready_wait);  // pairs with build() in segment.h
-        if (load(c.state, acquire) != kReady) futex_wait(c.ready_wait, armed);
-        return;
-      }
-      auto out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });
-      idle = out == WriterRole::Outcome::worked ? 0 : idle + 1;
-      if (u64 t = now_ns(); t - swept > 50'000'000) swept = t, h.sweep(), h.mend();
-      // While rows keep coming, nap unarmed: producers then pay no wake-up, and one turn moves many records.
-      if (idle < 8) return h.nap(100'000);
-      const u32 armed = arm(c.writer_wait);  // pairs with put(): publish; fence; wake_if_armed
-      if (out == WriterRole::Outcome::busy) out = h.role_.help([&] { return load(h.stop_, relaxed) != 0; });  // once more, armed
-      if (out == WriterRole::Outcome::busy || !Writer::runnable(h.s_)) futex_wait(c.writer_wait, armed);
-    }
-  };
-  void thread_main() {
-    prctl(PR_SET_TIMERSLACK, 1000);
-    prctl(PR_SET_NAME, standby_ ? "shmbuf-standby" : "shmbuf-drain");
-    Drainer d(*this);
-    while (!load(stop_, acquire) && !destroyed()) {
-      try {
-        if (!standby_) {
-          d.turn();
-        } else {
-          nap(kSlice);
-          if (ready() && (Writer::runnable(s_) || Writer::pinned(s_))) help();  // a dead one's pin counts until the role's holder sweeps it
-          if (ready()) mend();
-          if (++d.idle % 50 == 0) sweep();  // nobody else may be there to tell of the dead
-        }
-      } catch (const std::exception &) {  // a damaged Built: readers and collectors report it; there is nothing to drain
-        nap(kSlice);
-      }
-    }
-  }
+  friend class Drainer<Handle>;
   void stop_thread() {
     {
       std::lock_guard<std::mutex> guard(mutex_);
@@ -603,28 +549,7 @@ class Handle {
     lock_fd_ = map_fd_ = -1;
   }
 
-  // ---- fork: the child shares the description, so it would keep the parent's locks alive after the parent's death; it closes
-  // the descriptor (which drops nothing) at once, and its first use attaches anew.
-  static std::mutex &all_mutex() { static std::mutex *m = new std::mutex; return *m; }
-  static std::vector<Handle *> &all() { static auto *v = new std::vector<Handle *>; return *v; }
-  void enlist() {
-    std::lock_guard<std::mutex> guard(all_mutex());
-    static bool hooked = (pthread_atfork([] { all_mutex().lock(); }, [] { all_mutex().unlock(); }, [] {
-                            for (Handle *h : all()) h->after_fork();
-                            all_mutex().unlock();
-                          }), true);
-    (void)hooked;
-    all().push_back(this);
-  }
-  void delist() {
-    std::lock_guard<std::mutex> guard(all_mutex());
-    auto &v = all();
-    for (auto it = v.begin(); it != v.end(); ++it)
-      if (*it == this) {
-        v.erase(it);
-        break;
-      }
-  }
+  friend class ForkList<Handle>;
   void after_fork() {  // async-signal-safe: close, and words of our own
     close_fds();
     forked_ = true, thread_running_ = false, presence_ = false;

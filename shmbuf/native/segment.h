@@ -153,6 +153,21 @@ inline u8 *map_file(int fd, u64 bytes, bool readonly) {
   return static_cast<u8 *>(p);
 }
 
+// The rows of a built segment, mapped once more for reading, so that a view of them outlives the handle: of the same description,
+// which carries no lock.
+inline u8 *map_rows(const Segment &s, u64 &bytes) {
+  bytes = s.capacity * s.row_bytes;
+  const u64 pages = align_up(bytes, kPage);
+  void *p = mremap(s.rows, 0, pages, MREMAP_MAYMOVE);
+  if (p == MAP_FAILED) throw MapError("mapping " + std::to_string(bytes) + " bytes of rows once more: " + std::strerror(errno));
+  if (mprotect(p, pages, PROT_READ)) {
+    const int e = errno;
+    munmap(p, pages);
+    throw MapError(std::string("mprotect: ") + std::strerror(e));
+  }
+  return static_cast<u8 *>(p);
+}
+
 // The memory of a schema, reserved and described; call with the BUILD byte held and state still kConfig. 0 or an errno, and
 // then the file is as small as before.
 struct RowShape {

@@ -11,6 +11,7 @@ import os
 import queue
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +34,7 @@ READS = 40
 LIMIT, QUIET = 3.0, 1.0
 """Seconds until a round counts as hung; who finished no call in the last of them is the one that hangs."""
 PAUSE = (0.010, 0.060)
-START_LIMIT = 60.0
+START_LIMIT = 30.0
 _OTHER, _VICTIM, _READS, _TORN, _CALM = range(5)
 """Counters that all processes of a round see: finished puts, finished reads, torn rows; whether the hurry is over."""
 _IMPORTS = {
@@ -49,6 +50,7 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     row, name = spec["row"], spec["contender"]
     emit.at(name)
     os.environ["PYTHONSAFEPATH"] = "1"  # the server's imports are those installed, not the checkout it starts in
+    os.environ["TMPDIR"] = tempfile.tempdir = spec["scratch"]  # what the killed leave behind goes with it
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS[name])
     rounds = [_round(context, name, row, f"{spec['scratch']}-{n}") for n in range(settings.kills)]
@@ -136,7 +138,7 @@ def _learn(connection: Connection, name: str, row_name: str, scratch: str, pause
         while not (counters[_VICTIM] and counters[_OTHER]):
             if not (victim.is_alive() and other.is_alive()):
                 raise RuntimeError("a collector ended before the kill")
-            time.sleep(0.001)
+            sample()  # also makes room in a queue
         time.sleep(pause)
         victim.kill()
         victim.join()
@@ -289,7 +291,7 @@ class FifoHost:
 
         from .peers.queues import QUEUE_BYTES, Store
 
-        self.handle = faster_fifo.Queue(max_size_bytes=QUEUE_BYTES)
+        self.handle = faster_fifo.Queue(max_size_bytes=2 * QUEUE_BYTES)  # more than is put until the kill
         self.handle.reallocate_msg_buffer(QUEUE_BYTES // 4)
         self._names, self._capacity, self._count = [c.flat for c in row.columns], capacity, 0
         self._store = Store(row, capacity)
