@@ -186,7 +186,7 @@ template <class Host> class Sampling {
     u64 seen = 0;
     return compare_exchange(s_.control().epochs[which].options, seen, options, seq_cst) || seen == options;
   }
-  Claim claim(Pair &word, u64 n, const EpochOptions &o, std::optional<u64> of) {
+  Claim claim(Pair &word, u64 n, const EpochOptions &o, std::optional<u64> of = {}) {
     const Window w = window(s_);
     return Epoch(word).claim(n, w.lo, w.hi, o, of);
   }

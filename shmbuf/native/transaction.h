@@ -89,7 +89,7 @@ class Writer {
   // Whether pins keep all that the rings hold from being stored.
   static bool pinned(const Segment &s) {
     const Control &c = s.control();
-    const u64 seq = load(c.commit_seq, acquire), cursor = load(s.block(seq).cursor, relaxed), room = Pins::hint(s, cursor);
+    const u64 seq = load(c.commit_seq, acquire), cursor = load(c.cursor, acquire), room = Pins::hint(s, cursor);
     if (room == Pins::kUnlimited) return false;
     if (load(c.plan_seq, acquire) == seq + 1) return load(s.block(seq + 1).cursor, relaxed) - cursor > room;
     for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
@@ -164,8 +164,9 @@ class Writer {
       if (!intact) at = tail, ++next.malformed, any = true;  // quarantine: the rest of this ring is discarded, and counted
       e.head = at;
     }
-    next.cursor += rows, next.write_count += rows;
-    store(next.rows_total, now.rows_total + rows, relaxed);  // pairs with inserted()
+    next.write_count += rows;
+    store(next.cursor, now.cursor + rows, relaxed);          // these two are looked at without the role: pinned(), inserted()
+    store(next.rows_total, now.rows_total + rows, relaxed);
     return any;
   }
   bool plan_skips(CommitBlock &next, u32 i, u64 &at, u64 skip, u64 tail) {
@@ -182,7 +183,7 @@ class Writer {
   }
   bool plan_clear(const CommitBlock &now, CommitBlock &next, u32 i, u64 at, u32 flags) {
     next.kind = kPlanClear;
-    next.cursor = next.base = align_up(now.cursor, s_.capacity);  // ids never repeat, indices start again at 0
+    store(next.cursor, align_up(now.cursor, s_.capacity), relaxed), next.base = next.cursor;  // ids never repeat, indices start again at 0
     if (!(flags & kKeepWriteCount)) next.write_count = 0;
     ++next.clears;
     next.slot[i].head = next.slot[i].rows_end = at + sizeof(Record);

@@ -14,11 +14,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import c_int64
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from threading import Lock
 
 import numpy as np
 
@@ -31,8 +33,10 @@ from .settings import Settings
 CAPACITY, BATCH = 1_000, 64
 READS = 40
 """Reads after the kill: 2,560 draws find one torn row among 1,000 in nine rounds of ten."""
-LIMIT, QUIET = 3.0, 1.0
+LIMIT, QUIET = 5.0, 2.0
 """Seconds until a round counts as hung; who finished no call in the last of them is the one that hangs."""
+TURN = 1.0
+"""Seconds after which a round without an end waits on the side: the next one begins."""
 PAUSE = (0.010, 0.060)
 START_LIMIT = 30.0
 _OTHER, _VICTIM, _READS, _TORN, _CALM = range(5)
@@ -53,7 +57,10 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = spec["scratch"]  # what the killed leave behind goes with it
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS[name])
-    rounds = [_round(context, name, row, f"{spec['scratch']}-{n}") for n in range(settings.kills)]
+    with ThreadPoolExecutor(settings.kills) as pool:
+        starts = (f"{spec['scratch']}-{n}" for n in range(settings.kills))
+        turn = Lock()
+        rounds = list(pool.map(lambda scratch: _round(context, name, row, scratch, turn), starts))
     for outcome in KILL_OUTCOMES:
         emit.values(f"kills/{row}/{outcome}/{name}", [float(sum(outcome in found for found in rounds))])
     if reason := next((found["raised"] for found in rounds if "raised" in found), None):
@@ -63,17 +70,20 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
 # ---- the side that looks at the clock -------------------------------------------------------------------------------
 
 
-def _round(context, name: str, row: str, scratch: str) -> dict[str, str]:
+def _round(context, name: str, row: str, scratch: str, turn: Lock) -> dict[str, str]:
     """What went wrong, with the message if there is one; `fine` if nothing did."""
+    turn.acquire()
     counters, (ours, theirs) = context.RawArray(c_int64, 5), context.Pipe()
     learner = context.Process(target=_learn, args=(theirs, name, row, scratch, random.uniform(*PAUSE), counters))
     learner.start()
     theirs.close()
     collectors: list[int] = []
-    ended = False
+    ended = waiting = False
     try:
         collectors += map(os.pidfd_open, _receive(ours))
         _receive(ours)
+        if waiting := not ours.poll(TURN):
+            turn.release()
         found = _outcome(ours, counters)
         ended = not found.keys() & {"learner", "collector", "unseen"}
     finally:
@@ -84,6 +94,8 @@ def _round(context, name: str, row: str, scratch: str) -> dict[str, str]:
         learner.join(LIMIT if ended else 0)
         learner.kill()
         learner.join()
+        if not waiting:
+            turn.release()
     return found
 
 
@@ -99,7 +111,7 @@ def _receive(connection: Connection):
 
 def _outcome(connection: Connection, counters) -> dict[str, str]:
     found, before = {}, None
-    if not connection.poll(LIMIT - QUIET):
+    if not connection.poll(LIMIT - QUIET - TURN):
         before = list(counters)
     if before is None or connection.poll(QUIET):
         try:

@@ -27,7 +27,7 @@ NOTES = (
     "as those rows cost. Collector memory of peers is that of their numpy or torch producer here.",
     "Kills: two processes put single atari rows as fast as they can into a buffer of 1,000; after 10 to 60 ms one of them gets "
     "SIGKILL. The learner then samples 64 rows 40 times, and until one that the other put after the kill is among them; what has "
-    "not ended after 3 s hangs. Rows follow from their ids. faster-fifo: the learner takes from the queue into a numpy ring.",
+    "not ended after 5 s hangs. Rows follow from their ids. faster-fifo: the learner takes from the queue into a numpy ring.",
 )
 
 
