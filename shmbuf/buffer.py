@@ -176,7 +176,7 @@ class Buffer(Trajectories, Epochs):
             if _STATUS[t.status] in ("full", "timeout"):
                 raise RingFull(
                     f"rows that were put before could not be stored within {timeout:g} s, so nothing was emptied: "
-                    f"{failures.writer_text(self)}"
+                    f"{failures.held_up_text(self)}"
                 )
             failures.put_failed(self, _STATUS[t.status], ticket, seconds_of(timeout))
         ticket.wait(left_of(timeout, since))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shmbuf import segment
@@ -95,7 +97,7 @@ def pins_text(buffer: Attachment) -> str | None:
 
 attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()  # by the id of the native handle
 log = logging.getLogger("shmbuf")
-LONG_WAIT = 10.0  # seconds; then twice as long, and so on
+LONG_WAIT = 30.0  # seconds; then twice as long, and so on
 
 
 def _long_wait(handle: Any, seconds: float) -> None:
@@ -122,7 +124,14 @@ class Waiting:
             self._buffer._call("wait_for", native.FOR_ROWS)
         if now - self._since >= self._next:
             self._next = 2 * (now - self._since)
-            log.warning("%s", long_wait_text(self._buffer, now - self._since))
+            try:
+                log.warning("%s", long_wait_text(self._buffer, now - self._since))
+            except Exception as e:  # a log handler's, say: no reason to end the wait
+                sys.unraisablehook(
+                    SimpleNamespace(
+                        exc_type=type(e), exc_value=e, exc_traceback=e.__traceback__, err_msg=None, object=log
+                    )
+                )  # type: ignore[arg-type]
 
     def __exit__(self, *_: object) -> None:
         if self._since:
@@ -132,11 +141,8 @@ class Waiting:
 
 def long_wait_text(buffer: Attachment, seconds: float) -> str:
     """What this process has been waiting for, and why it is not there."""
-    me, slot = (os.getpid(), segment.pid_namespace()), buffer._handle.slot
-    mine_too = (
-        m["waits_for"] for m in buffer._call("members") if (m["pid"], m["pid_namespace"]) == me and m["waits_for"]
-    )
-    what = next(mine_too, None)
+    slot, member = buffer._handle.slot, buffer._handle.member
+    what = next((m["waits_for"] for m in buffer._call("members") if m["member"] == member), None)
     counters = buffer._call("counters")
     begin = f"buffer {buffer.name!r}: waiting for {seconds:.0f} s"
     if what == "limiter":

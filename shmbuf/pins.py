@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmbuf import memory
 from shmbuf._extension import native
-from shmbuf.errors import Lapped, NotEnoughMemory, NotEnoughRows, ShmbufError, StorageLost, TooManyPins
+from shmbuf.errors import Lapped, NotEnoughMemory, NotEnoughRows, StorageLost, TooManyPins
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -28,11 +27,14 @@ class Pin:
     stay readable after that, and after ``close()`` and ``destroy()``, but their rows may be overwritten.
     """
 
-    def __init__(self, buffer: Reading, first_id: int, end_id: int, index: int, seconds: float | None):
+    def __init__(self, buffer: Reading, first_id: int, end_id: int, hold: Any, seconds: float | None):
         self.first_id, self.end_id = first_id, end_id
-        self._buffer, self._handle, self._index, self._seconds = buffer, buffer._handle, index, seconds
+        self._buffer, self._hold, self._seconds = (
+            buffer,
+            hold,
+            seconds,
+        )  # the hold lets go when the last reference to it does
         self._base: np.ndarray | None = None
-        self._held = True
 
     def __len__(self) -> int:
         return self.end_id - self.first_id
@@ -40,9 +42,7 @@ class Pin:
     @property
     def valid(self) -> bool:
         """Whether all its rows are still as they were. Ask after reading."""
-        if not self._held or self._handle.closed or self._handle.forked:
-            return False
-        return self._handle.pin_valid(self._index, self.first_id)
+        return self._hold.valid
 
     def parts(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
         """The rows in place, oldest first: one part, or two where the storage wraps. Keep the pin: when it is collected, it is released.
@@ -51,16 +51,19 @@ class Pin:
             of each part: ids, int64[n]; rows: nested dict of read-only arrays [n, *shape], views of shared memory.
 
         Raises:
-            StorageLost: released, or its buffer closed. NotEnoughMemory: the rows, which are mapped once more for it, exceed this
+            StorageLost: released, or its buffer closed. Lapped: revoked. NotEnoughMemory: the rows, which are mapped once more for it, exceed this
             process's address space.
         """
-        if not self._held or self._handle.closed or self._handle.forked:
+        handle = self._buffer._handle
+        if not self._hold.held or handle.closed or handle.forked:
             raise StorageLost(
                 f"the pin on buffer {self._buffer.name!r} was released, or its handle closed: pin() again"
             )
+        if not self._hold.valid:
+            raise Lapped(self._lost())
         if self._base is None:
             try:
-                self._base = self._handle.map_rows()
+                self._base = handle.map_rows()
             except native.MapError as e:
                 raise NotEnoughMemory(memory.unmappable(e)) from None
         capacity, out = self._buffer.capacity, []
@@ -89,27 +92,22 @@ class Pin:
 
     def release(self) -> None:
         """Let the rows be overwritten. Twice is once."""
-        if self._held:
-            self._held = False
-            if not (self._handle.closed or self._handle.forked):
-                self._handle.unpin(self._index)
+        self._hold.release()
 
     def __enter__(self) -> Pin:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        held, whole = self._held, self.valid
+        held, whole = self._hold.held, self.valid
         self.release()
         if kind is None and held and not whole:
-            raise Lapped(
-                f"the pin on buffer {self._buffer.name!r} did not hold to the end: it was revoked after {self._seconds} s, or its "
-                "handle was closed; what was read may be torn. pin(seconds=) takes longer"
-            )
+            raise Lapped(self._lost())
 
-    def __del__(self) -> None:
-        if getattr(self, "_held", False):
-            with contextlib.suppress(ShmbufError, RuntimeError):  # closed at the same time
-                self.release()
+    def _lost(self) -> str:
+        return (
+            f"the pin on buffer {self._buffer.name!r} did not hold to the end: it was revoked after {self._seconds} s, or its "
+            "handle was closed; what was read may be torn. pin(seconds=) takes longer"
+        )
 
     def __repr__(self) -> str:
         return f"Pin({self.first_id:,} to {self.end_id - 1:,} of {self._buffer.name!r}, {'valid' if self.valid else 'not valid'})"
@@ -119,20 +117,22 @@ def pin(buffer: Reading, first_id: int | None, seconds: float | None) -> Pin:
     """See :meth:`Buffer.pin`."""
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds={seconds}: how long the rows may have to stay, > 0, or None")
+    if first_id is not None and (isinstance(first_id, bool) or not hasattr(first_id, "__index__")):
+        raise TypeError(f"first_id={first_id!r}: a row id is a whole number")
     if first_id is not None and not 0 <= first_id < 2**63:
         raise IndexError(f"first_id={first_id}: no such row id")
     limit = seconds_of(seconds)
-    status, lo, hi, index = buffer._call("pin", ALL if first_id is None else first_id, limit)
+    status, lo, hi, hold = buffer._call("pin", ALL if first_id is None else first_id, limit)
     why = _STATUS[status]
     if why == "ok":
         assert buffer.schema is not None
-        return Pin(buffer, lo, hi, index, seconds)
+        return Pin(buffer, lo, hi, hold, seconds)
     if why == "empty":
         raise NotEnoughRows(f"buffer {buffer.name!r} holds no rows to pin")
     if why == "lapped":
         first, end = buffer.window
         raise Lapped(
-            f"row {first_id} cannot be pinned: stored now are {first} to {end - 1}"
+            f"row {first_id} cannot be pinned: stored now are {first} to {end - 1}, and the oldest may be about to be overwritten"
             if first_id is not None
             else f"rows of buffer {buffer.name!r} are overwritten faster than they can be pinned"
         )

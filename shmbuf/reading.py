@@ -75,7 +75,7 @@ class Reading(Attachment):
         the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
         ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
         ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
-        who died: ``collectors_died``, ``writers_died``, ``readers_died`` (see :meth:`events`); by all processes:
+        who died: ``collectors_died``, ``writers_died``, ``processes_died`` (see :meth:`events`); by all processes:
         ``sampled_batches``, ``sampled_rows`` (see :meth:`ages`); ``replay_ratio`` (rows sampled per row stored);
         ``streams_cut`` (trajectories ended because a collector's table of streams was full); ``priorities_set``,
         ``priorities_stale`` (dropped, the row was overwritten); ``priorities``: None, or ``alpha``, ``eps``, ``sum`` and ``min``
@@ -107,7 +107,7 @@ class Reading(Attachment):
         return self._call("members")
 
     def events(self) -> list[dict[str, Any]]:
-        """The last deaths (at most 32), oldest first: ``number``, ``kind`` ("collector_died", "writer_died", "reader_died"), ``pid``,
+        """The last deaths (at most 32), oldest first: ``number``, ``kind`` ("collector_died", "writer_died", "process_died"), ``pid``,
         ``command``, ``at`` (unix time when it was noticed); ``rows`` that still lay in the collector's ring, or of the transaction
         that was finished for the writer; ``seconds`` from the writer's last sign of life to the take-over."""
         return self._call("events")

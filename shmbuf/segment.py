@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import os
@@ -35,11 +36,11 @@ from shmbuf.streams import resolve
 
 SHM_DIR = memory.SHM_DIR
 UNNAMED = "unnamed."
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 def check_name(name: Any) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (".", ".."):
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name in (".", ".."):
         raise ValueError(f"buffer name {name!r}: 1 to 100 characters out of A-Z a-z 0-9 . _ - are allowed")
     return name
 
@@ -55,7 +56,9 @@ def path_of(name: str, owner: int | None = None) -> str:
 def names(owner: int | None = None) -> list[str]:
     """Buffers of one user (default: this one), by name."""
     prefix = file_name("", owner)
-    return sorted(f[len(prefix) :] for f in os.listdir(SHM_DIR) if f.startswith(prefix))
+    return sorted(
+        f[len(prefix) :] for f in os.listdir(SHM_DIR) if f.startswith(prefix) and NAME.fullmatch(f[len(prefix) :])
+    )
 
 
 def pid_namespace() -> int:
@@ -95,7 +98,7 @@ def enough_files() -> Iterator[None]:
             if e.errno == errno.EMFILE
             else "the machine has as many files open as it may (/proc/sys/fs/file-max)"
         )
-        text = f"no descriptor is left for a handle on a buffer, which takes two: {limit}"
+        text = f"no descriptor is left for a handle on a buffer, which takes two while it opens, and one afterwards: {limit}"
         raise TooManyOpenFiles(e.errno, text) from None
 
 
@@ -212,6 +215,12 @@ def _check_stat(st: os.stat_result, path: str, owner: int | None, readonly: bool
         )
 
 
+def _some(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 8, 0.4) or known[:8]
+    more = len(known) - len(near)
+    return (", ".join(near) if near else "none") + (f" and {more} more" if more else "")
+
+
 def _not_found_text(name: str, owner: int | None) -> str:
     known = names(owner)
     others = sorted(
@@ -222,10 +231,7 @@ def _not_found_text(name: str, owner: int | None) -> str:
     text = f"no buffer named {name!r}"
     if others:
         text += f"; uid {', '.join(others)} has one: attach(name, owner=…)"
-    return (
-        text
-        + f". Known: {', '.join(known[:20]) if known else 'none'}. To wait until somebody makes it: attach(name, timeout=…)."
-    )
+    return text + f". Known: {_some(name, known)}. To wait until somebody makes it: attach(name, timeout=…)."
 
 
 @enough_files()
@@ -318,9 +324,11 @@ def attach_within(timeout: float | None, name: str, **how: Any) -> Any:
     while True:
         try:
             return attach(name, **how)
-        except BufferNotFound:
+        except BufferNotFound as e:
             if give_up is not None and time.monotonic() >= give_up:
-                raise
+                if not timeout:
+                    raise
+                raise BufferNotFound(f"within {timeout:g} s nobody made it: {e}") from None
             time.sleep(0.02)
 
 

@@ -117,6 +117,9 @@ def _looking_commands(command: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The console script. Returns the exit status (argparse exits by itself, with 2)."""
+    for each in ("stdout", "stderr"):
+        if getattr(sys, each) is None:  # it was closed
+            setattr(sys, each, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a name shall still show the numbers

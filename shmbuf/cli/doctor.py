@@ -96,7 +96,11 @@ def examine(info: Info, report: Report) -> None:
         text = f"trajectories cut short: {c:,}, by more streams at a time than a ring's table has room for"
         say("streams", "hint", text, f"shminfo show{whose} {name}    # a larger ring_bytes has a larger table")
     if len(report.lines) == before:
-        last = f"; the last death: {event_text(info['events'][-1])}" if info["events"] else ""
+        last = (
+            f"; the last death, {seconds(info['events'][-1]['ago_seconds'])} ago: {event_text(info['events'][-1])}"
+            if info["events"]
+            else ""
+        )
         say("buffer", "ok", f"{info['state']}, {count(info['size'], 'row')}{last}")
 
 
@@ -150,6 +154,8 @@ def _drain(info: Info) -> str:
 
 def _collectors(info: Info, say: machine.Say) -> None:
     for c in info["collectors"]:
+        if c["state"] == "alive" and looking.stopped(c["process_state"]):
+            say("collector", "hint", f"collector {process(c)} is stopped", f"kill -CONT {c['pid']}")
         if c["state"] != "dead":
             continue
         if not (info["attached"] or c["ring_used"]):  # whoever attaches next frees it

@@ -81,7 +81,7 @@ def examine(f: dict[str, Any], say: Say) -> None:
             say(key.rsplit("_", 1)[0], "ok", f"{where} has {nbytes(left)} left")
     files = f["open_files_limit"]
     if files is not None and files < FEW_FILES:
-        text = f"a process may have {files:,} files open (RLIMIT_NOFILE), a handle on a buffer takes two"
+        text = f"a process may have {files:,} files open (RLIMIT_NOFILE), a handle on a buffer takes one, and two while it opens"
         say("open_files", "wrong" if files < 16 else "hint", text, "ulimit -n 4096")
     else:
         say("open_files", "ok", f"a process may have {'any number of' if files is None else f'{files:,}'} files open")

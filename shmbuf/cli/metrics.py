@@ -43,7 +43,7 @@ COUNTERS = (
     ("streams_cut", "Trajectories cut short because a collector's table of streams was full.", "streams_cut"),
     ("collectors_died", "Collectors that died without closing.", "collectors_died"),
     ("writers_died", "Writers that died in a transaction.", "writers_died"),
-    ("readers_died", "Readers that died without closing.", "readers_died"),
+    ("processes_died", "Attached processes, not collectors, that died without closing.", "processes_died"),
 )
 GAUGES = (
     ("size_rows", "Rows stored now.", "size"),

@@ -204,7 +204,7 @@ def _figures(f: Info, width: int) -> Any:
         "died",
         count(c["collectors_died"], "collector"),
         count(c["writers_died"], "writer"),
-        count(c["readers_died"], "reader"),
+        count(c["processes_died"], "other process", "other processes"),
     )
     return grid
 

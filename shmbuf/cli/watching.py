@@ -127,7 +127,7 @@ def percentile(bins: list[int], q: float, most: int) -> float | None:
 def ages_of(ages: Info, now: Info) -> Info:
     """Rows sampled, and their ages: mean, p50, p90 in rows, the percentiles also in seconds (None: before the clock began)."""
     bins, clock, end = ages["sampled"], now["ages"]["clock"], now["counters"]["end_id"]
-    p = {f"p{q}": percentile(bins, q / 100, now["capacity"] - 1) for q in (50, 90)}
+    p = {f"p{q}": percentile(bins, q / 100, min(now["capacity"], now["counters"]["rows_total"]) - 1) for q in (50, 90)}
     n = sum(bins)
     return {
         "rows": n,

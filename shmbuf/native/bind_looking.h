@@ -56,7 +56,7 @@ nb::dict counters(const H &h) {
   d["writer_age"] = beat ? double(t > beat ? t - beat : 0) * 1e-9 : -1.0;
   const Journal &j = s.journal();
   d["collectors_died"] = load(j.died[kCollectorDied], relaxed), d["writers_died"] = load(j.died[kWriterDied], relaxed);
-  d["readers_died"] = load(j.died[kReaderDied], relaxed);
+  d["processes_died"] = load(j.died[kProcessDied], relaxed);
   d["sampled_batches"] = load(j.batches, relaxed), d["sampled_rows"] = load(j.rows, relaxed);
   d["writer_active"] = h->role().held_here() || (h->lock_fd() >= 0 && byte_is_held(h->lock_fd(), kLockWriter));
   return d;
@@ -110,6 +110,7 @@ nb::list members(const H &h, int own) {
     for (int k = 0; k < 5; ++k)
       if (roles & (1u << k)) r.append(names[k]);
     d["roles"] = r;
+    d["member"] = i;
     d["slot"] = slot ? nb::cast(slot - 1) : nb::none();
     const u32 waits = load(m.waits_for, relaxed);
     const u64 since = load(m.waiting_since_ns, relaxed), now = now_ns();
@@ -163,7 +164,7 @@ nb::list events(const H &h) {
   const Journal &j = h->segment().journal();
   nb::list out;
   const u64 n = load(j.n_events, acquire);
-  const char *kinds[] = {"", "collector_died", "writer_died", "reader_died"};
+  const char *kinds[] = {"", "collector_died", "writer_died", "process_died"};
   for (u64 k = n > Journal::kEvents ? n - Journal::kEvents : 0; k < n; ++k) {
     const Event &at = j.events[k % Journal::kEvents];
     if (load(at.seq, acquire) != k + 1) continue;

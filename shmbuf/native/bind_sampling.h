@@ -256,13 +256,40 @@ std::vector<u64> trajectory(const H &h, u64 end) {
   return out;
 }
 
-// (status, first id, one past the last, index)
+// A pin from the moment it is made: whoever is interrupted anywhere lets it go with the last reference.
+struct PinHold {
+  H handle;
+  u32 index;
+  u64 first_id;
+  std::atomic<bool> held{true};
+  PinHold(H h, u32 i, u64 lo) : handle(std::move(h)), index(i), first_id(lo) {}
+  ~PinHold() { release(); }
+  void release() {
+    if (!held.exchange(false)) return;
+    try {
+      Handle::Use use(*handle);
+      handle->unpin(index);
+    } catch (const Gone &) {  // closed: gone with it
+    }
+  }
+  bool valid() const {
+    if (!held) return false;
+    try {
+      Handle::Use use(*handle);
+      return handle->pin_valid(index, first_id);
+    } catch (const Gone &) {
+      return false;
+    }
+  }
+};
+// (status, first id, one past the last, the pin or None)
 nb::tuple pin(const H &h, u64 first_id, double seconds) {
   Reader use(*h);
   u64 lo = 0, hi = 0;
   u32 index = 0;
   const Status s = h->pin(first_id, deadline_in(seconds), lo, hi, index);
-  return nb::make_tuple(int(s), lo, hi, index);
+  if (s != Status::ok) return nb::make_tuple(int(s), lo, hi, nb::none());
+  return nb::make_tuple(int(s), lo, hi, std::make_shared<PinHold>(h, index, lo));
 }
 // All rows, slot after slot, as bytes that nobody may write; unmapped when the last array over them goes.
 nb::object map_rows(const H &h) {
@@ -297,6 +324,11 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def_prop_rw("state", [](const PrivateEpoch &e) { return std::make_pair(e.word.low, e.word.high); },
                    [](PrivateEpoch &e, std::pair<u64, u64> s) { e.word = {s.first, s.second}; });
 
+  nb::class_<PinHold>(m, "PinHold")
+      .def("release", &PinHold::release)
+      .def_prop_ro("held", [](const PinHold &p) { return p.held.load(); })
+      .def_prop_ro("valid", &PinHold::valid);
+
   handle.def("draw", &draw, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a)
       .def("draw_by_priority", &draw_by_priority, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "weights"_a, "beta"_a, "stratified"_a,
            "by_batch"_a, "timeout"_a)
@@ -328,8 +360,6 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("trajectory", &trajectory, "end"_a)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("pin", &pin, "first_id"_a, "seconds"_a)
-      .def("unpin", [](const H &h, u32 index) { Handle::Use use(*h); h->unpin(index); }, "index"_a)
-      .def("pin_valid", [](const H &h, u32 index, u64 lo) { Handle::Use use(*h); return h->pin_valid(index, lo); }, "index"_a, "first_id"_a)
       .def("map_rows", &map_rows)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a);
 }

@@ -33,9 +33,9 @@ bool no_signal() {
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() == 0;
 }
-// The same, and of a wait that lasts a word now and then: long_wait(handle, seconds), after 10 s, 20 s, 40 s …
+// The same, and of a wait that lasts a word now and then: long_wait(handle, seconds), after so long, twice as long …
 PyObject *long_wait = nullptr;
-u64 long_wait_ns = 10'000'000'000;
+u64 long_wait_ns = 30'000'000'000;
 struct Patience {
   const std::shared_ptr<Handle> &handle;
   u64 began = 0, next = 0;

@@ -326,9 +326,14 @@ class Handle {
     for (int tries = 0; tries < 1000; ++tries) {
       const Window w = window(s_);
       if (w.live_lo == w.hi) return Status::empty;
-      lo = first_id == ~0ull ? w.lo : first_id;
+      const u64 oldest = std::max(w.lo, Pins(s_, -1, nullptr).least());
+      lo = first_id == ~0ull ? oldest : first_id;
+      if (first_id == ~0ull && lo >= w.hi) {  // all of them are about to be overwritten
+        nap(50'000);
+        continue;
+      }
       if (lo >= w.hi) return Status::unknown_row;
-      if (lo < w.lo) return Status::lapped;
+      if (lo < oldest) return Status::lapped;
       Pins::Got got = Pins(s_, lock_fd_, &role_.pin_flags).claim(lo, until, me_, index);
       if (got == Pins::Got::none_free) return Status::none_free;
       if (got == Pins::Got::lapped) continue;

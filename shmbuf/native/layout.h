@@ -104,7 +104,7 @@ struct Control {
 static_assert(sizeof(Control) <= kPage);
 
 // ---- what happened ---------------------------------------------------------------------------------------------
-enum EventKind : u32 { kCollectorDied = 1, kWriterDied = 2, kReaderDied = 3, kEventKinds = 4 };
+enum EventKind : u32 { kCollectorDied = 1, kWriterDied = 2, kProcessDied = 3, kEventKinds = 4 };
 struct Event {
   u64 seq;                        // its number + 1, stored last; 0 while it is being written
   u64 key;                        // of this death: one that is noticed again, because who noticed it was killed, is told once
@@ -144,6 +144,7 @@ struct alignas(128) Pin {
 struct PinTable {
   static constexpr u32 kPins = 16;
   alignas(128) u32 used;          // pins [0, used) have been used at least once
+  u64 want;                       // the cursor of what pins hold up: new ones leave it the room; 0: nothing        writer
   Pin pin[kPins];
 };
 static_assert(sizeof(PinTable) <= kPage);

@@ -62,7 +62,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
   m.def("addresses_in", &addresses_in, "columns"_a, "root"_a, "n"_a);
   m.def("set_long_wait", [](nb::object hook, double seconds) { Py_XDECREF(long_wait); long_wait = hook.is_none() ? nullptr : hook.release().ptr(); long_wait_ns = u64(seconds * 1e9); },
-        "hook"_a.none(), "seconds"_a = 10.0);
+        "hook"_a.none(), "seconds"_a = 30.0);
   m.def("process_start_ticks", &process_start_ticks, "pid"_a);
   m.def("lock_byte", [](int fd, i64 at, bool exclusive) { return lock_byte(fd, at, exclusive ? F_WRLCK : F_RDLCK); }, "fd"_a, "at"_a, "exclusive"_a);
 #ifdef SHMBUF_FAILPOINTS
@@ -105,6 +105,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def_prop_ro("attached", [](const H &h) { Handle::Use use(*h); return byte_is_held(h->lock_fd(), kLockPresence); })
       .def_prop_ro("destroyed", [](const H &h) { Handle::Use use(*h); return h->destroyed(); })
       .def_prop_ro("slot", [](const H &h) { return h->slot(); })
+      .def_prop_ro("member", [](const H &h) { return h->member(); })
       .def_prop_ro("has_thread", [](const H &h) { return h->has_thread(); })
       .def_prop_ro("size", [](const H &h) { Reader use(*h); return h->size(); })
       .def_prop_ro("window", [](const H &h) {

@@ -23,10 +23,11 @@ class Pins {
   // ---- the owner ----
   enum class Got { ok, lapped, none_free };
   Got claim(u64 lo, u64 until, const Owner &me, u32 &index) {
-    for (u32 i = 0; i < PinTable::kPins; ++i) {
-      if (!try_byte(i)) continue;
-      FAILPOINT(pin_locked);
+    for (u32 k = 0; k < 2 * PinTable::kPins; ++k) {  // first those that no dead one left behind: their words stay as they are until we store
+      const u32 i = k % PinTable::kPins;
       Pin &p = t_.pin[i];
+      if ((k < PinTable::kPins && load(p.word, acquire)) || !try_byte(i)) continue;
+      FAILPOINT(pin_locked);
       store(p.word, u64(0), seq_cst);  // of a dead one
       p.owner = me;
       store(p.until_ns, until, relaxed), store(p.since_ns, now_ns(), relaxed);
@@ -54,7 +55,16 @@ class Pins {
     free_byte(i);
   }
 
+  // The oldest id that a new pin may keep: whoever pins again and again must not keep the writer out for ever.
+  u64 least() const {
+    const u64 want = load(t_.want, acquire);
+    return want > s_.capacity ? want - s_.capacity : 0;
+  }
+
   // ---- the writer ----
+  void held_up(u64 want) const {
+    if (load(t_.want, relaxed) != want) store(t_.want, want, release);
+  }
   // How many rows may be written from `cursor` on. Dead pins are removed, those past their time revoked.
   u64 room(u64 cursor) const {
     u64 rows = kUnlimited;

@@ -202,8 +202,13 @@ class Registry {  // call with the handle's registry mutex held
   void bury(Member &m, u64 word) {  // with its byte held
     const u32 roles = load(m.roles, relaxed);
     if (word_state(word) == kFree || roles & kBuried) return;
-    if (!(roles & kCollector)) Chronicle(s_).died(kReaderDied, word ^ m.owner.since_ns, m.owner.pid, m.owner.comm, 0, 0);  // a collector's slot tells of it
+    if (!(roles & kCollector) && !owns_ring(m.owner)) Chronicle(s_).died(kProcessDied, word ^ m.owner.since_ns, m.owner.pid, m.owner.comm, 0, 0);  // a collector's slot tells of it
     store(m.roles, roles | kBuried, relaxed);
+  }
+  bool owns_ring(const Owner &o) const {  // killed between the claim and the word of it
+    for (u32 i = 0, n = s_.n_slots(); i < n; ++i)
+      if (const Slot &s = s_.slot(i); word_state(load(s.word, acquire)) == kActive && s.owner.pid == o.pid && s.owner.since_ns == o.since_ns) return true;
+    return false;
   }
   u64 waiting_rows(u32 i) const {
     const CommitBlock &truth = s_.block(load(s_.control().commit_seq, acquire));

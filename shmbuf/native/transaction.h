@@ -128,6 +128,7 @@ class Writer {
     u64 admitted = 0;  // rows, by the limiter; asked when a ring holds some. A record may overshoot
     bool asked = false, limited = false;
     const u64 room = pins_.room(now.cursor);
+    u64 held_up = 0;
     u64 limit = s_.capacity / 4, by_bytes = kMaxBytes / s_.row_bytes, rows = 0;
     if (by_bytes < limit) limit = by_bytes;
     bool any = false, full = false;
@@ -157,13 +158,17 @@ class Writer {
           next.next_start = at == before ? i : i + 1, full = true;  // whoever was served waits for a full round
           break;
         }
-        if (rows + r.n_rows > room) break;  // shorter ones of other rings may pass
+        if (rows + r.n_rows > room) {  // shorter ones of other rings may pass
+          held_up = std::max(held_up, now.cursor + rows + r.n_rows);
+          break;
+        }
         rows += r.n_rows, e.stored_rows += r.n_rows, at += r.bytes, any = true;
       }
       e.rows_end = at;
       if (!intact) at = tail, ++next.malformed, any = true;  // quarantine: the rest of this ring is discarded, and counted
       e.head = at;
     }
+    pins_.held_up(held_up);
     next.write_count += rows;
     store(next.cursor, now.cursor + rows, relaxed);          // these two are looked at without the role: pinned(), inserted()
     store(next.rows_total, now.rows_total + rows, relaxed);
@@ -219,14 +224,17 @@ class Writer {
       }
     }
   }
+  bool held_up(const CommitBlock &next) const { return pins_.held_up(next.cursor), false; }
   bool run_rows(const CommitBlock &now, const CommitBlock &next) {
-    if (load(c_.reserve, relaxed) < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back
-    fence(seq_cst);                                                                        // pairs with G2 in gather.h
+    const u64 n = next.cursor - now.cursor, before = load(c_.reserve, relaxed);
+    if (pins_.room(now.cursor) < n) return held_up(next);
+    if (before < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back once a byte may have been written
+    fence(seq_cst);                                                     // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
-    const u64 n = next.cursor - now.cursor;
     if (pins_.room(now.cursor) < n) {  // it came after the plan: pairs with P1
       FAILPOINT(pin_blocked);
-      return false;
+      if (before < next.cursor) store(c_.reserve, before, relaxed);  // raised by this very call, and nothing written: readers need not wait for the pin
+      return held_up(next);
     }
     if (keeps_links()) links_.evict(now.cursor, n);         // T2
     if (keeps_priorities()) tree_.evict_leaves(now.cursor, n);  // the sums above stay too large until T6: a draw that meets them tries again

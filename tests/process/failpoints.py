@@ -90,7 +90,7 @@ def prioritise(buffer: Buffer) -> None:
 def claim(buffer: Buffer, n: int) -> list[int]:
     """Consume-once: ids that nobody else gets."""
     ids = np.empty(n, np.int64)
-    got, _, _ = buffer._handle.claim(None, 0, n, 7, True, False, True, 1, ids.ctypes.data)
+    got, *_ = buffer._handle.claim(None, 0, n, 7, True, False, True, 1, ids.ctypes.data)
     return ids[:got].tolist()
 
 

@@ -93,7 +93,7 @@ def test_who_died(buffer):
     assert (event["kind"], event["pid"], event["rows"]) == ("collector_died", pid, 5)
     pid = killed(buffer.name, lambda b: b.draw(2))
     event = noticed(buffer, 2)
-    assert (event["kind"], event["pid"]) == ("reader_died", pid) and abs(event["at"] - time.time()) < 600
+    assert (event["kind"], event["pid"]) == ("process_died", pid) and abs(event["at"] - time.time()) < 600
     pid = killed(buffer.name, lambda b: b._handle.try_take_role())
     buffer.put(rows(0, 3))
     buffer.drain()
@@ -101,7 +101,7 @@ def test_who_died(buffer):
     assert len(writer) == 1 and writer[0]["pid"] == pid and writer[0]["rows"] == 0 and writer[0]["seconds"] > 0
     assert [e["number"] for e in buffer.events()] == list(range(len(buffer.events())))
     stats = buffer.stats()
-    assert (stats["collectors_died"], stats["writers_died"]) == (1, 1) and stats["readers_died"] >= 1
+    assert (stats["collectors_died"], stats["writers_died"]) == (1, 1) and stats["processes_died"] >= 1
     assert len(buffer) == 16
 
 
