@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 
 from shmbuf import segment
 from shmbuf.cli import looking, machine
@@ -74,7 +75,9 @@ def examine(info: Info, report: Report) -> None:
         say("leftover", "wrong", f"{why}; {nbytes(info['allocated_bytes'])} are held", f"shminfo gc{whose}")
         return
     if info["state"] in ("damaged", "foreign", "unreadable"):
-        remedy = f"shminfo rm --force{whose} {name}" if info["state"] == "damaged" else f"ls -ld '{info['path']}'"
+        path = shlex.quote(info["path"])  # of a name that no buffer can have only the file can be removed
+        ours = f"shminfo rm --force{whose} {name}" if segment.NAME.fullmatch(name) else f"rm {path}"
+        remedy = ours if info["state"] == "damaged" else f"ls -ld {path}"
         say("readable", "wrong", f"{info['state']}: {info['reason']}", remedy)
         return
     if info["state"] in ("being destroyed", "being built"):

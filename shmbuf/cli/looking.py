@@ -65,7 +65,7 @@ LOCK_BUILD = native.LOCK_PRESENCE + 2
 def buffers(owner: int | None) -> Iterator[tuple[int, str]]:
     """(owner, name) of every file named like a buffer: of one user, or of all (None)."""
     for file in sorted(os.listdir(segment.SHM_DIR)):
-        found = re.fullmatch(rf"shmbuf\.(\d+)\.({segment.NAME.pattern})", file)
+        found = re.fullmatch(r"shmbuf\.(\d+)\.(.+)", file, re.DOTALL)
         if found and owner in (None, int(found[1])):
             yield int(found[1]), found[2]
 

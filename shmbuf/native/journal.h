@@ -3,7 +3,7 @@
 //
 //   collector died   rows: what still lay in its ring when that was noticed
 //   writer died      rows: of the transaction that is finished for it;  ns: from its last sign of life to the take-over
-//   reader died      any other attached process
+//   process died     any other that was attached
 #pragma once
 #include "failpoint.h"
 #include "layout.h"

@@ -224,17 +224,16 @@ class Writer {
       }
     }
   }
-  bool held_up(const CommitBlock &next) const { return pins_.held_up(next.cursor), false; }
   bool run_rows(const CommitBlock &now, const CommitBlock &next) {
     const u64 n = next.cursor - now.cursor, before = load(c_.reserve, relaxed);
-    if (pins_.room(now.cursor) < n) return held_up(next);
     if (before < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back once a byte may have been written
     fence(seq_cst);                                                     // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
     if (pins_.room(now.cursor) < n) {  // it came after the plan: pairs with P1
       FAILPOINT(pin_blocked);
       if (before < next.cursor) store(c_.reserve, before, relaxed);  // raised by this very call, and nothing written: readers need not wait for the pin
-      return held_up(next);
+      pins_.held_up(next.cursor);
+      return false;
     }
     if (keeps_links()) links_.evict(now.cursor, n);         // T2
     if (keeps_priorities()) tree_.evict_leaves(now.cursor, n);  // the sums above stay too large until T6: a draw that meets them tries again

@@ -298,7 +298,7 @@ def test_the_text_of_every_kind_of_death():
     assert watching.event_text({**e, "kind": "writer_died", "rows": 0}) == (
         "writer pid 7 (python) died; another took over, 0.0625 s after its last sign of life"
     )
-    assert watching.event_text({**e, "kind": "process_died", "command": ""}) == "reader pid 7 died"
+    assert watching.event_text({**e, "kind": "process_died", "command": ""}) == "process pid 7 died"
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------

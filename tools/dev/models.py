@@ -232,7 +232,9 @@ ENTRIES: list[Entry] = [
     # pins
     Spin("pin.pml", ""),
     Spin("pin.pml", "-DREVOKE"),
-    *_mutants("pin.pml", "-DNOFENCE", "-DP1LATE", "-DWAITIN", "-DREVOKE -DBLIND", "-DREVOKE -DLATEREVOKE"),
+    *_mutants(
+        "pin.pml", "-DNOFENCE", "-DP1LATE", "-DWAITIN", "-DLOWERALWAYS", "-DREVOKE -DBLIND", "-DREVOKE -DLATEREVOKE"
+    ),
     # the birth of a segment
     Spin("build.pml", ""),
     Spin("build.pml", "-DTHREADS -DMUTEX"),
