@@ -129,7 +129,7 @@ def test_damaged_and_foreign_files_are_named(name, diagnose):
     line = diagnose(1)["readable"]
     assert line["remedy"] == f"shminfo rm --force {name}" and "damaged" in line["text"]
     os.chmod(path, 0o602)
-    assert diagnose(1)["readable"]["remedy"] == f"ls -ld '{path}'"
+    assert diagnose(1)["readable"]["remedy"] == f"ls -ld {path}"
 
 
 def test_remedies_for_another_users_buffers_say_whose(name, diagnose, shminfo_json):
@@ -263,7 +263,7 @@ def test_what_is_no_regular_file_is_left_alone(name, only_mine, shminfo_json, ma
     try:
         assert shminfo_json("gc", "--json", "--all-unattached")["removed"] == []
         (line,) = shminfo_json("doctor", "--json", status=1)["findings"]
-        assert line["remedy"] == f"ls -ld '{path}'" and os.path.lexists(path)
+        assert line["remedy"] == f"ls -ld {path}" and os.path.lexists(path)
     finally:
         os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
 
