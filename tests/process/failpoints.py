@@ -320,6 +320,8 @@ def run(label: str, how: str, hit: int, directory: str, scenario: Scenario, *, k
             assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{where}: wait status {status}"
         else:
             assert os.WIFSTOPPED(status), f"{where}: wait status {status}"
+            found = creator._handle.audit(0.0)["findings"]
+            assert not found, f"{where}: half-way is not damaged: {found}"
             reads_go_on(creator, scenario.late)
             os.kill(pid, signal.SIGCONT)
             assert wait(pid) == 0, where

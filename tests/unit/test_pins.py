@@ -1,9 +1,11 @@
 """Rows that stay where they are: what a pin shows, whom it holds up, how it ends."""
 
+import copy
+
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, Lapped, NotEnoughRows, RingFull, StorageLost, TooManyPins, destroy, segment
+from shmbuf import Buffer, Lapped, NotEnoughRows, RingFull, StorageLost, TooManyPins, destroy, pins, segment
 from shmbuf._extension import native
 
 SPEC = {"k": "int64", "v": ("float32", (3,)), "b": "bool"}
@@ -63,10 +65,10 @@ def test_it_holds_up_whoever_needs_its_slots_and_nobody_else(full):
 
 
 def test_the_least_of_several_counts(full):
-    pins = [full.pin(i, seconds=None) for i in (60, 40, 50)]
+    held = [full.pin(i, seconds=None) for i in (60, 40, 50)]
     full.extend(rows(130, 10))
     ticket = full.put(rows(140, 1))
-    for pin, room in zip(pins[:0:-1], (40, 50), strict=True):
+    for pin, room in zip(held[:0:-1], (40, 50), strict=True):
         del room
         assert not ticket.done()
         full.drain()
@@ -74,8 +76,8 @@ def test_the_least_of_several_counts(full):
         pin.release()
     full.drain()
     assert ticket.done()
-    pins[0].release()
-    pins[0].release()  # twice is once
+    held[0].release()
+    held[0].release()  # twice is once
 
 
 def test_it_is_revoked_when_its_time_is_over_and_the_room_is_needed(full):
@@ -159,10 +161,10 @@ def test_bad_input(full, name):
         full.pin(-1)
     with Buffer.attach(name, readonly=True) as watcher, pytest.raises(PermissionError, match="read-only"):
         watcher.pin()
-    pins = [full.pin() for _ in range(16)]
+    held = [full.pin() for _ in range(16)]
     with pytest.raises(TooManyPins, match=r"all 16 pins of buffer .* are in use: pid \d+ since"):
         full.pin()
-    del pins
+    del held
     full.pin().release()
     full.empty()
     with pytest.raises(NotEnoughRows, match="holds no rows to pin"):
@@ -216,3 +218,71 @@ def test_keeping_priorities_does_not_wait_for_a_pin(full):
         full.draw_by_priority(5)
     full.drain()
     assert ticket.done()
+
+
+def test_pins_in_a_row_leave_room_for_what_waits(full):
+    first = full.pin(seconds=None)
+    ticket = full.put(rows(130, 10))
+    full.drain()
+    assert not ticket.done()
+    second = full.pin(seconds=None)  # keeps what is not wanted
+    assert (first.first_id, second.first_id) == (30, 40)
+    with pytest.raises(Lapped, match="about to be overwritten"):
+        full.pin(39)
+    first.release()
+    full.drain()
+    assert ticket.done() and second.valid and full.pin().first_id == 40
+
+
+def test_a_copy_is_the_same_pin_and_releasing_it_again_leaves_later_ones_alone(full):
+    pin = full.pin(seconds=None)
+    same = copy.copy(pin)
+    same.release()
+    assert not pin.valid
+    later = full.pin(seconds=None)  # in the same place
+    pin.release()
+    del pin, same
+    assert later.valid and len(full._handle.pins()) == 1
+
+
+def test_whoever_is_interrupted_while_he_pins_holds_nothing(full, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pins.Pin, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        full.pin(seconds=None)
+    assert full._handle.pins() == []
+
+
+def test_a_revoked_pin_shows_nothing_more(full):
+    pin = full.pin(seconds=0.01)
+    full.put(rows(130, 10))
+    while full.window[1] < 140:
+        full.drain()
+    with pytest.raises(Lapped, match="did not hold to the end"):
+        pin.parts()
+
+
+def test_a_plan_that_a_pin_holds_up_holds_up_no_reader(name, python):
+    """The writer dies with its plan sealed; then somebody pins: all rows can be read while whoever comes waits for the pin."""
+    code = """
+import os, sys
+import numpy as np
+from shmbuf import Buffer
+from shmbuf._extension import native
+b = Buffer.create(sys.argv[1], 64, schema={"k": "int64"}, drain="caller", ring_bytes=4096)
+b.extend({"k": np.arange(64)})
+pid = os.fork()
+if not pid:
+    assert native.arm("plan_sealed=kill@1")
+    b.put({"k": np.arange(64, 128)})
+    b.drain()
+os.waitpid(pid, 0)
+with b.pin(seconds=None):
+    b.drain()
+    print(len(b.draw(100)[1]), b.gather(range(64))["k"].sum(), b.stats()["rows_total"])
+b.drain()
+print(b.window)
+"""
+    assert python(code, name, SHMBUF_NATIVE="failpoints").splitlines() == ["100 2016 64", "(64, 128)"]
