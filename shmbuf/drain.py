@@ -51,12 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         run(args.name, leave_when_alone=args.leave_when_alone, quiet=args.leave_when_alone)
     except (KeyboardInterrupt, _Stop):
         return 0
-    except BufferNotFound as e:
-        if args.leave_when_alone:  # it ended before this process had begun
-            return 0
-        print(f"shmbuf.drain: {e}", file=sys.stderr)
-        return 1
     except (ShmbufError, ValueError, PermissionError) as e:
+        if args.leave_when_alone and isinstance(e, BufferNotFound):  # it ended before this process had begun
+            return 0
         print(f"shmbuf.drain: {e}", file=sys.stderr)
         return 1
     return 0

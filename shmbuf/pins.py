@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _STATUS = native.STATUSES
 ALL = 2**64 - 1
-PINS = 16
 
 
 class Pin:
@@ -29,11 +28,8 @@ class Pin:
 
     def __init__(self, buffer: Reading, first_id: int, end_id: int, hold: Any, seconds: float | None):
         self.first_id, self.end_id = first_id, end_id
-        self._buffer, self._hold, self._seconds = (
-            buffer,
-            hold,
-            seconds,
-        )  # the hold lets go when the last reference to it does
+        self._buffer, self._seconds = buffer, seconds
+        self._hold = hold  # lets go when the last reference to it does
         self._base: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -51,8 +47,8 @@ class Pin:
             of each part: ids, int64[n]; rows: nested dict of read-only arrays [n, *shape], views of shared memory.
 
         Raises:
-            StorageLost: released, or its buffer closed. Lapped: revoked. NotEnoughMemory: the rows, which are mapped once more for it, exceed this
-            process's address space.
+            StorageLost: released, or its buffer closed. Lapped: revoked. NotEnoughMemory: the rows, which are mapped once more
+            for it, exceed this process's address space.
         """
         handle = self._buffer._handle
         if not self._hold.held or handle.closed or handle.forked:
@@ -137,8 +133,9 @@ def pin(buffer: Reading, first_id: int | None, seconds: float | None) -> Pin:
             else f"rows of buffer {buffer.name!r} are overwritten faster than they can be pinned"
         )
     if why == "none_free":
-        held = ", ".join(f"pid {p['pid']} since {p['held_seconds']:.1f} s" for p in buffer._call("pins"))
-        raise TooManyPins(f"all {PINS} pins of buffer {buffer.name!r} are in use: {held}. Release some")
+        held = buffer._call("pins")
+        whose = ", ".join(f"pid {p['pid']} since {p['held_seconds']:.1f} s" for p in held)
+        raise TooManyPins(f"all {len(held)} pins of buffer {buffer.name!r} are in use: {whose}. Release some")
     if why == "unknown_row":
         raise IndexError(f"first_id={first_id}: no such row has been stored; the newest is {buffer.window[1] - 1}")
     if why == "readonly":

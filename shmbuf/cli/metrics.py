@@ -200,27 +200,17 @@ class Source(Collector):
         return family
 
     def _priorities(self, infos: list[Info]) -> Iterator[Metric]:
-        yield self._filled(
-            GaugeMetricFamily,
-            "priority_sum",
-            "Sum of the priorities p^alpha of all rows.",
-            infos,
-            lambda i: i["priorities"]["sum"],
-        )
-        yield self._filled(
-            CounterMetricFamily,
-            "priorities_set",
-            "Priorities set, in rows.",
-            infos,
-            lambda i: i["priorities"]["applied"],
-        )
-        yield self._filled(
-            CounterMetricFamily,
-            "priorities_stale",
-            "Priorities that came after their row was overwritten, in rows.",
-            infos,
-            lambda i: i["priorities"]["stale"],
-        )
+        for kind, name, text, key in (
+            (GaugeMetricFamily, "priority_sum", "Sum of the priorities p^alpha of all rows.", "sum"),
+            (CounterMetricFamily, "priorities_set", "Priorities set, in rows.", "applied"),
+            (
+                CounterMetricFamily,
+                "priorities_stale",
+                "Priorities that came after their row was overwritten, in rows.",
+                "stale",
+            ),
+        ):
+            yield self._filled(kind, name, text, infos, lambda i, key=key: i["priorities"][key])
 
     def _sampling(self, infos: list[Info]) -> Iterator[Metric]:
         ages = self._family(
