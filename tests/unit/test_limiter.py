@@ -38,6 +38,13 @@ def fill(buf: Buffer, n: int, each: int = 1) -> int:
     return buf.write_count
 
 
+def admitted(buf: Buffer, n: int) -> None:
+    """n rows that the limiter lets in, committed when it returns, whoever drains."""
+    for _ in range(n):
+        buf.extend(k(0))
+    assert buf.write_count == n
+
+
 def background(work) -> threading.Thread:
     t = threading.Thread(target=work, daemon=True)
     t.start()
@@ -255,7 +262,7 @@ def test_a_read_only_handle_that_finds_nothing_writes_nothing(make):
 
 def test_a_change_frees_whichever_side_is_blocked(small):
     buf = small(Queue(2), drain="thread")
-    fill(buf, 2)
+    admitted(buf, 2)
     other = Buffer.attach(buf.name)
     t = background(lambda: buf.extend(k(7, 8, 9), timeout=None))
     time.sleep(0.05)
@@ -348,7 +355,7 @@ def test_set_before_the_first_rows_and_before_the_schema(make):
 
 def test_emptying_while_the_limiter_blocks(small):
     buf = small(Queue(3), drain="thread")
-    fill(buf, 3)
+    admitted(buf, 3)
     ticket = buf.put(k(7))  # waits for samplers
     buf.empty(timeout=20)
     assert len(buf) == 0 and ticket.done()
