@@ -33,6 +33,7 @@ except ImportError as e:
 
 __all__ = ["TorchRLSampler", "TorchRLStorage", "TorchRLWriter"]
 
+
 def _as_it_is(batch: Any) -> Any:
     """Collates what is a batch already."""
     return batch
@@ -110,7 +111,9 @@ class TorchRLStorage(Storage):
 
     def _append(self, data: Any, single: bool, timeout: float | None = None) -> torch.Tensor:
         if not is_tensor_collection(data):
-            raise SchemaError(f"rows are a TensorDict, not {type(data).__name__}; shmbuf.ReplayBuffer takes tensors and pytrees")
+            raise SchemaError(
+                f"rows are a TensorDict, not {type(data).__name__}; shmbuf.ReplayBuffer takes tensors and pytrees"
+            )
         return self.shm.put(data, False, timeout, single).wait(timeout)
 
     def get(self, index: Any) -> Any:
@@ -245,7 +248,9 @@ class TorchRLSampler(_Sampler):
     """
 
     def __new__(cls, sampler: Sampler, **kw: Any) -> TorchRLSampler:
-        keeps = hasattr(sampler, "reduction")  # what TensorDictReplayBuffer.update_tensordict_priority asks for by isinstance
+        keeps = hasattr(
+            sampler, "reduction"
+        )  # what TensorDictReplayBuffer.update_tensordict_priority asks for by isinstance
         return object.__new__(_PrioritizedTorchRLSampler if keeps else TorchRLSampler)
 
     def __init__(self, sampler: Sampler):

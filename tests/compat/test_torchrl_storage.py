@@ -27,7 +27,8 @@ def rows(first: int, n: int) -> TensorDict:
     k = torch.arange(first, first + n)
     done = (k % 5 == 4)[:, None]
     return TensorDict(
-        {"k": k, "obs": k[:, None].expand(n, 3).float().clone(), "next": {"reward": k[:, None].float(), "done": done}}, [n]
+        {"k": k, "obs": k[:, None].expand(n, 3).float().clone(), "next": {"reward": k[:, None].float(), "done": done}},
+        [n],
     )
 
 
@@ -55,7 +56,9 @@ def test_round_trip_and_wrap(made, cls):
     assert len(rb) == 10 and rb.write_count == 12 and rb.writer._cursor == 2
     assert rb[:]["k"].tolist() == [10, 11, *range(2, 10)] and rb[3]["k"] == 3
     batch = rb.sample()
-    assert (batch["obs"][:, 0].long() == batch["k"]).all() and (batch["next", "reward"][:, 0].long() == batch["k"]).all()
+    assert (batch["obs"][:, 0].long() == batch["k"]).all() and (
+        batch["next", "reward"][:, 0].long() == batch["k"]
+    ).all()
     rb.empty()
     assert len(rb) == 0 and rb.extend(rows(0, 2)).tolist() == [0, 1]
 
@@ -117,7 +120,10 @@ def test_a_seed_repeats_its_draws(made):
     seen = []
     for _ in range(2):
         rb = TensorDictReplayBuffer(
-            storage=storage, sampler=TorchRLSampler(shmbuf.RandomSampler()), generator=torch.Generator().manual_seed(3), batch_size=8
+            storage=storage,
+            sampler=TorchRLSampler(shmbuf.RandomSampler()),
+            generator=torch.Generator().manual_seed(3),
+            batch_size=8,
         )
         if not len(rb):
             rb.extend(rows(0, 20))
@@ -166,7 +172,9 @@ def test_wrong_use(made):
         TorchRLSampler(SamplerWithoutReplacement())
     from torchrl.data import LazyTensorStorage
 
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5), sampler=TorchRLSampler(shmbuf.RandomSampler()), batch_size=2)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(5), sampler=TorchRLSampler(shmbuf.RandomSampler()), batch_size=2
+    )
     rb.extend(rows(0, 3))
     with pytest.raises(TypeError, match="not from a LazyTensorStorage"):
         rb.sample()
