@@ -17,6 +17,8 @@ KINDS = {
     "learners": "tools.bench.priorities",
     "updaters": "tools.bench.priorities",
     "slices": "tools.bench.slices",
+    "face": "tools.bench.face",
+    "cliffs": "tools.bench.cliffs",
     "kills": "tools.bench.kills",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",

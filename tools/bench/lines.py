@@ -13,6 +13,7 @@ from .plan import (
     COPYING,
     KILLED,
     PRIORITISED,
+    READERS,
     SAMPLERS,
     SHARED,
     SIZES,
@@ -73,7 +74,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def lines(results: Results, settings: Settings) -> list[Line]:
-    every = (_ingest, _sample, _beside, _prioritised, _slices, _kills, _memory)
+    every = (_ingest, _sample, _beside, _prioritised, _slices, _face, _cliffs, _kills, _memory)
     found = [line for group in every for line in group(results, settings)]
     return [line for line in found if line.ours is not None or line.peers]
 
@@ -222,6 +223,64 @@ def _slices(results: Results, settings: Settings) -> Iterator[Line]:
                 more_is_better=False,
                 errors=small,
             )
+
+
+def _face(results: Results, settings: Settings) -> Iterator[Line]:
+    for call, what, most in (
+        ("extend", "extend of 1 row through one transform", 0.25),
+        ("set_at", "set_at_ of 256 rows", 0.5),
+    ):
+        place = f"face/{call}"
+        line = Line(what, "s", results.get(f"{place}/{OURS}"), results.peers(place, ("torchrl",)), errors=place)
+        line.more_is_better = False
+        line.goal = Goal(f"≤ {most} x TorchRL", line.ratio, "x TorchRL", most=most)
+        yield line
+
+
+def _cliffs(results: Results, settings: Settings) -> Iterator[Line]:
+    place, common = "cliffs/keys", {"more_is_better": False, "errors": "cliffs/keys"}
+    for keys in (1, 500):
+        for what, most, us in (
+            ("attach", 50e3 if keys > 1 else None, "≤ 50 ms"),
+            ("put", 20 if keys == 1 else None, "≤ 20 µs"),
+            ("sample", None, ""),
+        ):
+            took = results.get(f"{place}/{keys}/{what}")
+            goal = Goal(us, took and took * 1e6, "µs", most=most) if most else None
+            yield Line(f"{what}, numpy, {_count(keys, 'key')}", "s", took, {}, goal, **common)
+    rates = {n: results.get(f"cliffs/readers/{n}") for n in READERS}
+    for n in READERS:
+        goal = Goal("as the cores allow", over(rates[n], rates[1]), "x 1 reader") if n > 1 else None
+        yield Line(
+            f"samples of 256 rows of 4 KiB, {_count(n, 'reader')}",
+            "samples/s",
+            rates[n],
+            {},
+            goal,
+            errors="cliffs/readers",
+        )
+    for what in ("update", "sample"):
+        longest = results.get(f"cliffs/pauses/{what} longest")
+        goal = Goal("≤ 20 ms", longest and longest * 1e3, "ms", most=20)
+        yield Line(
+            f"longest {what} of 256 priorities, 10 M updates",
+            "s",
+            longest,
+            {},
+            goal,
+            more_is_better=False,
+            errors="cliffs/pauses",
+        )
+        growth = results.get(f"cliffs/pauses/{what} growth")
+        yield Line(
+            f"the last tenth of them, {what}s, against the first",
+            "x",
+            growth,
+            {},
+            None,
+            more_is_better=False,
+            errors="cliffs/pauses",
+        )
 
 
 def _kills(results: Results, settings: Settings) -> Iterator[Line]:

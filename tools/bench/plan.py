@@ -37,7 +37,12 @@ UPDATING = "updating"
 CPPRB_PRIORITISED = "cpprb prioritised"
 KILLED = (peers.OURS, "cpprb", CPPRB_PRIORITISED, "faster-fifo", "torchrl")
 KILL_OUTCOMES = ("hung", "learner", "collector", "unseen", "torn", "raised", "fine")
-CONTENDERS = {"sample": SAMPLERS, "prio": PRIORITISED, "slices": SLICED}
+# Calls of the face that are timed beside TorchRL's; where buffers fall off a cliff, and how many read at once.
+FACE_CALLS = ("extend", "set_at")
+FACES = (peers.OURS, "torchrl")
+CLIFFS = ("keys", "readers", "pauses")
+READERS = (1, 2, 4, 8)
+CONTENDERS = {"sample": SAMPLERS, "prio": PRIORITISED, "slices": SLICED, "face": FACES}
 BESIDE = (("mujoco", 1), ("mujoco", 64), ("atari", 64))
 
 
@@ -70,6 +75,8 @@ def cases(only: list[str]) -> list[Case]:
         every += [Case(f"beside/{row}/{batch}/{n}", "beside", row, n, batch) for n in SHARED]
     every += [Case(f"{kind}/mujoco", kind, "mujoco") for kind in ("prio", "learners", "updaters")]
     every += [Case(f"slices/{size}", "slices", str(size)) for size in SIZES]
+    every += [Case("face", "face")]
+    every += [Case(f"cliffs/{c}", "cliffs", c) for c in CLIFFS]
     every += [Case(f"kills/atari/{n}", "kills", "atari", n) for n in KILLED]
     every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
     every += [Case("memcpy/after", "memcpy")]

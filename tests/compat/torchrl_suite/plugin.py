@@ -11,11 +11,11 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 
 import shmbuf
 from tests.compat.conftest import stand_in
