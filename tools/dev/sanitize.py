@@ -189,7 +189,16 @@ def main(argv: list[str] | None = None) -> int:
             if any(not m.startswith("-") and (build / "tree" / m.split("::")[0]).exists() for m in more)
             else chosen(build / "tree", args.fast, args.torch)
         )
-        tests = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout=600", *(f"--deselect={t}" for t in LIMITED), *files, *more]
+        tests = [
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=600",
+            *(f"--deselect={t}" for t in LIMITED),
+            *files,
+            *more,
+        ]
         status, _, reports = run(build, python, tests, show=True)
     for name, text in reports.items():
         print(f"---- {build / 'reports' / name}\n{text}")
