@@ -51,7 +51,15 @@ _HOME = {
     ),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
-        ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
+        (
+            "attach",
+            "ReplayBuffer",
+            "TensorDictReplayBuffer",
+            "RemoteTensorDictReplayBuffer",
+            "PrioritizedReplayBuffer",
+            "TensorDictPrioritizedReplayBuffer",
+        ),
+        "replay_buffer",
     ),
 }
 __all__ = ["__version__", *sorted(_HOME)]
@@ -63,7 +71,14 @@ if TYPE_CHECKING:
     from shmbuf.limiter import MinSize, Queue, RateLimiter
     from shmbuf.memory import Estimate, estimate
     from shmbuf.pins import Pin
-    from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
+    from shmbuf.replay_buffer import (
+        PrioritizedReplayBuffer,
+        RemoteTensorDictReplayBuffer,
+        ReplayBuffer,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+        attach,
+    )
     from shmbuf.samplers import (
         ConsumingSampler,
         NewestSampler,
