@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import unravel_key
 
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.queries.boundaries import cannot_split, find_start_stop_traj, lengths_of, one_a_row
 from shmbuf.queries.language import Condition, Expression, TrajectoryPredicate, column_of, traj
-from shmbuf.queries.trajectory import Trajectory
+from shmbuf.queries.trajectory import Trajectory, wrap_trajectory
 from shmbuf.schema import Column, Key, Schema, as_key, show_key
 from shmbuf.storage import ShmStorage
 from shmbuf.streams import resolve
-from shmbuf.tensors import make_tensordict, tree_of
+from shmbuf.tensors import make_tensordict, tensor_leaves, tree_of
 
 __all__ = [
     "Trajectory",
@@ -197,8 +197,9 @@ def _chosen(
     """What matches by the columns it needs alone."""
     columns = [c for c in schema.columns if any(c.key[: len(k)] == k for k in keys)]
     parts = []
+    numbers = any(k[0] in ("index", "row_id") for k in keys)
     for part in listed.chunks(sum(c.nbytes for c in columns) + 16):
-        td, part = _fetched(storage, part, columns)
+        td, part = _fetched(storage, part, columns, numbers)
         rows = _Rows(_transformed(td, transforms), part.lengths, schema.keys if not transforms else None)
         parts.append(part.only(rows.matching(predicate)))
     if not parts:
@@ -216,29 +217,42 @@ def _order(storage: ShmStorage, firsts: list[int]) -> Callable[[tuple[int, Traje
 
 def _apart(rows: _Rows, which: np.ndarray) -> list[Trajectory]:
     """Trajectories with memory of their own where others, that are not wanted, lie beside them."""
-    out = [rows.trajectory(int(i)) for i in which]
-    return out if len(which) == len(rows.lengths) else [t.clone() for t in out]
+    if len(which) < len(rows.lengths):
+        return [rows.trajectory(int(i)).clone() for i in which]
+    leaves = tensor_leaves(rows.td) if type(rows.td) is TensorDict else None
+    if not leaves:
+        return [rows.trajectory(int(i)) for i in which]
+    tree, sizes = tree_of(tuple(leaves)), rows.lengths.tolist()
+    parts = zip(*(t.split(sizes) for t in leaves.values()), strict=True)
+    return [
+        wrap_trajectory(make_tensordict(tree, list(p), torch.Size((n,)))) for p, n in zip(parts, sizes, strict=True)
+    ]
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _fetched(storage: ShmStorage, listed: _Listed, columns: Sequence[Column]) -> tuple[TensorDictBase, _Listed]:
-    """Copies of these columns, "index" and "row_id"; without what is not stored any more, and what came before it."""
-    buffer, n = storage.buffer, len(listed.ids)
-    leaves, valid = _fetch(buffer, columns, listed.ids)
-    lo = buffer._get("window")[1]
-    listed, stays = listed.without(~valid | (listed.ids < lo))
-    row_id = torch.from_numpy(listed.ids.copy() if len(listed.ids) == n else listed.ids)
+def _fetched(
+    storage: ShmStorage, listed: _Listed, columns: Sequence[Column], numbers: bool = True
+) -> tuple[TensorDictBase, _Listed]:
+    """Copies of these columns and, with ``numbers``, "index" and "row_id"; without what is not stored any more, and what came before it."""
+    buffer, ids = storage.buffer, listed.ids
+    leaves, valid = _fetch(buffer, columns, ids)
+    listed, stays = listed.without(~valid | (ids < buffer._get("window")[1]))
     if stays is not None:
         kept = torch.from_numpy(stays)
         leaves = [t[kept] for t in leaves]
-    tree = tree_of((*(c.key for c in columns), *_NUMBERS))
-    leaves += [row_id, torch.remainder(row_id, buffer.capacity)]
-    return make_tensordict(tree, leaves, torch.Size((len(listed.ids),))), listed
+    keys = tuple(c.key for c in columns)
+    if numbers:
+        row_id = torch.from_numpy(listed.ids.copy())
+        leaves += [row_id, torch.remainder(row_id, buffer.capacity)]
+        keys += _NUMBERS
+    return make_tensordict(tree_of(keys), leaves, torch.Size((len(listed.ids),))), listed
 
 
 def _fetch(buffer: Buffer, columns: Sequence[Column], ids: np.ndarray) -> tuple[list[torch.Tensor], np.ndarray]:
+    if not columns:  # they are stored if the window says so afterwards
+        return [], np.ones(len(ids), bool)
     into = native.Columns()
     for c in columns:
         into.add(c.offset, c.nbytes, list(c.shape), "", None)
@@ -260,15 +274,13 @@ def _listed(buffer: Buffer, schema: Schema, trajectory_key: Any) -> _Listed:
         key = as_key(unravel_key(trajectory_key))
         column = next((c for c in schema.columns if c.key == key), None)
         if column is None:
-            raise KeyError(
-                f"trajectory_key {trajectory_key!r} not found in data: {', '.join(map(show_key, schema.keys))}"
-            )
+            raise KeyError(f"trajectory_key {show_key(key)} not found in data: {', '.join(map(show_key, schema.keys))}")
         if marks.keep and marks.trajectory == column:
             return _Listed(*buffer.listing())
         marks = resolve(schema, {})._replace(trajectory=column)
     if marks.trajectory is None:
         if not marks.ends:
-            raise cannot_split(map(show_key, schema.keys))
+            raise cannot_split(", ".join(map(show_key, schema.keys)))
         warnings.warn(
             f"buffer {buffer.name!r} keeps no trajectories, and its rows have no ids: splitting on the end flags "
             f"{', '.join(show_key(c.key) for c in marks.ends)} mixes the rows of collectors that write at once. Create it with "

@@ -229,7 +229,7 @@ class Trajectories(Reading):
         int64[k] how many rows each has. Where a row is overwritten meanwhile, what stands before it in its trajectory may be any
         row: whoever fetches them drops it."""
         self.require_trajectories()
-        ids, offset, _, _ = self._call("list_trajectories")
+        ids, offset, _ = self._call("list_trajectories")
         return ids, np.diff(offset)
 
     def trajectory(self, end: int) -> np.ndarray:

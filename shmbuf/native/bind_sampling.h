@@ -261,19 +261,19 @@ template <class As, class T> nb::object as_array(std::vector<T> &&v) {
   nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
   return nb::cast(nb::ndarray<nb::numpy, As, nb::ndim<1>>(reinterpret_cast<As *>(kept->data()), {kept->size()}, owner));
 }
-// All live trajectories by their first rows: ids int64[m] one after another, offsets int64[n + 1], flags uint8[n], and the end of the window.
+// All live trajectories by their first rows: ids int64[m] one after another, offsets int64[n + 1], flags uint8[n].
 nb::tuple list_trajectories(const H &h) {
   Reader use(*h);
   require_there(h);
   Links::Listing l;
-  u64 hi = 0;
   if (h->ready() && h->segment().links) {
     Ungil gil(true);
     const Window w = window(h->segment());
-    hi = w.hi, l = Links(h->segment().links, h->segment().capacity).list(w.lo, w.hi);
+    l = Links(h->segment().links, h->segment().capacity).list(w.lo, w.hi);
+    fence(acquire);  // before the next look at `reserve`, as G2
   }
   if (l.offset.empty()) l.offset.push_back(0);
-  return nb::make_tuple(as_array<i64>(std::move(l.ids)), as_array<i64>(std::move(l.offset)), as_array<u8>(std::move(l.flags)), hi);
+  return nb::make_tuple(as_array<i64>(std::move(l.ids)), as_array<i64>(std::move(l.offset)), as_array<u8>(std::move(l.flags)));
 }
 
 // A pin from the moment it is made: whoever is interrupted anywhere lets it go with the last reference.

@@ -99,14 +99,14 @@ def one_a_row(signal: torch.Tensor, rows: int, key: Key) -> torch.Tensor:
     return signal.reshape(rows)
 
 
-def cannot_split(have: Any) -> KeyError:
+def cannot_split(have: str) -> KeyError:
     ends = [k for group in END_KEYS for k in group]
     return KeyError(
         "Cannot split data into trajectories: there is neither an id ("
         + ", ".join(map(show_key, TRAJECTORY_KEYS))
         + ") nor an end flag ("
         + ", ".join(map(show_key, ends))
-        + f") among {', '.join(map(str, have))}. Pass trajectory_key."
+        + f") in data: {have}. Pass trajectory_key."
     )
 
 
@@ -122,9 +122,7 @@ def lengths_of(td: TensorDictBase, trajectory_key: Any = None) -> np.ndarray:
         if ids is not None:
             return _lengths(trajectory=one_a_row(ids, n, key))
     if trajectory_key is not None:
-        raise KeyError(
-            f"trajectory_key {trajectory_key!r} not found in data, which has {sorted(map(str, td.keys(True, True)))}"
-        )
+        raise KeyError(f"trajectory_key {show_key(keys[0])} not found in data: {_have(td)}")
     for group in END_KEYS:
         flags = {key: f for key in group if (f := td.get(key, None)) is not None}
         if flags:
@@ -135,7 +133,11 @@ def lengths_of(td: TensorDictBase, trajectory_key: Any = None) -> np.ndarray:
                 stacklevel=3,
             )
             return _lengths(end=torch.stack([one_a_row(f != 0, n, key) for key, f in flags.items()]).any(0))
-    raise cannot_split(sorted(map(str, td.keys(True, True))))
+    raise cannot_split(_have(td))
+
+
+def _have(td: TensorDictBase) -> str:
+    return ", ".join(sorted(show_key(as_key(k)) for k in td.keys(True, True)))
 
 
 def _lengths(**signal: torch.Tensor) -> np.ndarray:
