@@ -34,7 +34,7 @@ def find_start_stop_traj(
         device: where to compute.
 
     Returns:
-        start, stop: int64[N, 1 + len(B)]: row, then batch coordinates, both inclusive, sorted by these, then by the stop; lengths: int64[N].
+        start, stop: int64[N, 1 + len(B)]: row, then batch coordinates, both inclusive, column after column; lengths: int64[N].
         A trajectory that goes on at row 0 has start > stop. A column without any end has one at its last row.
 
     Raises:
@@ -55,8 +55,8 @@ def find_start_stop_traj(
     elif cursor is not None:
         is_end[_last(cursor)] = True
     is_end[-1] |= ~is_end.any(0)  # one that is the whole column
-    # Columns one after another, each in time order.
-    by_column = is_end.reshape(len(is_end), -1).t()
+    # Columns one after another, each in time order: by the last batch coordinate, then by the others, as TorchRL has them.
+    by_column = is_end.transpose(0, -1).reshape(-1, len(is_end))
     column, stop = by_column.nonzero(as_tuple=True)
     first = torch.ones_like(column, dtype=torch.bool)
     first[1:] = column[1:] != column[:-1]
@@ -66,11 +66,10 @@ def find_start_stop_traj(
     after[begin] = stop[torch.cat([begin[1:], begin.new_tensor([len(stop)])]) - 1]
     start = (after + 1) % len(is_end)
     lengths = (stop - start) % len(is_end) + 1
-    where = [column]
+    where: list[torch.Tensor] = []
     if is_end.ndim > 1:
-        where = list(torch.unravel_index(column, is_end.shape[1:]))
-    elif is_end.ndim == 1:
-        where = []
+        last, *others = torch.unravel_index(column, (is_end.shape[-1], *is_end.shape[1:-1]))
+        where = [*others, last]
     out = torch.stack([start, *where], -1), torch.stack([stop, *where], -1), lengths
     return tuple(t.to(home) for t in out)  # type: ignore[return-value]
 

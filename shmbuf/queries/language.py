@@ -204,10 +204,12 @@ class _Computed:
     _steps: bool
     _formula: str
     _keys: frozenset | None
+    _compute: Callable[[Frame], torch.Tensor] | None
     __array_ufunc__ = None  # NumPy leaves operators to us
 
     def _value(self, frame: Frame) -> torch.Tensor:
-        raise NotImplementedError
+        assert self._compute is not None
+        return self._compute(frame)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -271,7 +273,7 @@ class Expression(_Computed):
     """Values for each step of a trajectory, or for a trajectory; see the module."""
 
     def __init__(self, fn: Callable[[Frame], torch.Tensor], formula: str, keys: frozenset | None, steps: bool):
-        self._value, self._formula, self._keys, self._steps = fn, formula, keys, steps  # type: ignore[method-assign]
+        self._compute, self._formula, self._keys, self._steps = fn, formula, keys, steps
 
     def __call__(self, trajectory: Any = None) -> Any:
         raise TypeError(_no_filter(self))
@@ -404,7 +406,7 @@ class Condition(_Computed):
     """True or false for each element of each step. `any` and `all` make a predicate of it, `count` a number, & | ^ ~ another one."""
 
     def __init__(self, fn: Callable[[Frame], torch.Tensor], formula: str, keys: frozenset | None, steps: bool):
-        self._value, self._formula, self._keys, self._steps = fn, formula, keys, steps  # type: ignore[method-assign]
+        self._compute, self._formula, self._keys, self._steps = fn, formula, keys, steps
 
     def __call__(self, trajectory: Any = None) -> Any:
         raise TypeError(_no_filter(self))
@@ -440,7 +442,7 @@ class TrajectoryPredicate(_Computed):
             raise TypeError(f"a predicate is a callable, not {type(fn).__name__}")
         self._fn, self._formula = fn, description
         self._keys = None if keys is None else frozenset(_shown(as_key(k)) for k in keys)
-        self._declared: Callable[[Frame], torch.Tensor] | None = None
+        self._compute = None
 
     def __call__(self, trajectory: Any) -> bool:
         return bool(self.evaluate(TrajectoryFrame(trajectory))[0])
@@ -450,7 +452,7 @@ class TrajectoryPredicate(_Computed):
 
         Raises KeyError for a key that is not there, ValueError where rows of several elements were compared.
         """
-        if self._declared is not None:
+        if self._compute is not None:
             return self._of_one(self._value(frame))
         asked = range(len(frame.lengths)) if among is None else np.flatnonzero(among)
         out = np.zeros(len(frame.lengths), bool)
@@ -467,12 +469,12 @@ class TrajectoryPredicate(_Computed):
         return value.reshape(-1).numpy().astype(bool)
 
     def _value(self, frame: Frame) -> torch.Tensor:
-        return self._declared(frame) if self._declared is not None else torch.from_numpy(self.evaluate(frame))
+        return super()._value(frame) if self._compute is not None else torch.from_numpy(self.evaluate(frame))
 
     def _logic(self, op: Callable, symbol: str, other: Any, swap: bool = False) -> Any:
         if not isinstance(other, _Computed) and callable(other):
             other = TrajectoryPredicate(other, getattr(other, "__name__", repr(other)))
-        if isinstance(other, TrajectoryPredicate) and (self._declared is None or other._declared is None):
+        if isinstance(other, TrajectoryPredicate) and (self._compute is None or other._compute is None):
             a, b = (other, self) if swap else (self, other)
             return _Both(a, b, op, symbol)
         return super()._logic(op, symbol, other, swap)
@@ -487,13 +489,13 @@ class TrajectoryPredicate(_Computed):
         return self._logic(operator.xor, "^", other, True)
 
     def __invert__(self) -> Any:
-        return super().__invert__() if self._declared is not None else _Not(self)
+        return super().__invert__() if self._compute is not None else _Not(self)
 
 
 class _Opaque(TrajectoryPredicate):
     """Of predicates of which some is a callable."""
 
-    _declared = None
+    _compute = None
 
     def __init__(self, formula: str, keys: frozenset | None):
         self._formula, self._keys = formula, keys
@@ -505,7 +507,7 @@ class _Both(_Opaque):
     def __init__(self, a: TrajectoryPredicate, b: TrajectoryPredicate, op: Callable, symbol: str):
         super().__init__(f"({a._formula} {symbol} {b._formula})", _union(a._keys, b._keys))
         self._sides, self._op, self._symbol = (
-            (a, b) if a._declared is not None or b._declared is None else (b, a),
+            (a, b) if a._compute is not None or b._compute is None else (b, a),
             op,
             symbol,
         )
@@ -530,7 +532,7 @@ class _Not(_Opaque):
 
 def _predicate(fn: Callable[[Frame], torch.Tensor], formula: str, keys: frozenset | None) -> TrajectoryPredicate:
     self = TrajectoryPredicate(bool, formula)
-    self._declared, self._keys = fn, keys
+    self._compute, self._keys = fn, keys
     return self
 
 

@@ -11,7 +11,7 @@ from tensordict.utils import unravel_key
 from shmbuf.tensors import make_tensordict, tree_of
 
 
-class Trajectory(TensorClass["nocast"]):  # type: ignore[misc]
+class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, type-arg, name-defined]
     """The rows of one trajectory, in order.
 
     ``data`` is a TensorDict of batch size [T]. Its entries are attributes, too: ``t.obs`` is ``data["obs"]`` or, if there is none,
@@ -41,9 +41,9 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc]
     @property
     def total_reward(self) -> torch.Tensor:
         """The sum of its rewards."""
-        return self.reward.sum()
+        return self.reward.sum()  # type: ignore[attr-defined]
 
-    def get(self, key: NestedKey, default: Any = None) -> Any:
+    def get(self, key: NestedKey, default: Any = None) -> Any:  # type: ignore[override]
         """The entry, at the root or, for a name, under "next"."""
         value = self.data.get(key, None)
         if value is None and isinstance(key, str):
@@ -56,7 +56,8 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc]
 
 
 # The decorator behind TensorClass puts these in place after the class body was read: what follows wraps its own.
-_getattr, _getitem = Trajectory.__getattr__, Trajectory.__getitem__
+_class: Any = Trajectory
+_getattr, _getitem = _class.__getattr__, _class.__getitem__
 
 
 def _entry(self: Any, name: str) -> Any:
@@ -85,7 +86,7 @@ def _text(self: Any) -> str:
     return f"Trajectory({shape}, keys={keys})"
 
 
-Trajectory.__getattr__, Trajectory.__getitem__, Trajectory.__repr__ = _entry, _item, _text
+_class.__getattr__, _class.__getitem__, _class.__repr__ = _entry, _item, _text
 
 
 def wrap_trajectory(data: TensorDict) -> Trajectory:

@@ -362,7 +362,7 @@ def test_find_start_stop():
     assert start.tolist() == [[0, 0], [2, 0], [0, 1], [3, 1]] and stop.tolist() == [[1, 0], [4, 0], [2, 1], [4, 1]]
     assert lengths.tolist() == [2, 3, 3, 2]
     start, stop, lengths = find_start_stop_traj(end=torch.zeros(3, 2, 2, dtype=torch.bool), at_capacity=True)
-    assert start.tolist() == [[0, i, j] for i in (0, 1) for j in (0, 1)] and lengths.tolist() == [3] * 4
+    assert start.tolist() == [[0, i, j] for j in (0, 1) for i in (0, 1)] and lengths.tolist() == [3] * 4
     for wrong, text in (({}, "Exactly one"), ({"end": end, "trajectory": end}, "Exactly one")):
         with pytest.raises(TypeError, match=text):
             find_start_stop_traj(**wrong, at_capacity=True)
