@@ -14,6 +14,7 @@ _HOME = {
             "BufferFormatError",
             "BufferInUse",
             "BufferNotFound",
+            "CheckpointError",
             "CommitInterrupted",
             "CommitPending",
             "ConcurrentUse",

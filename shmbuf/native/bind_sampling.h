@@ -375,6 +375,16 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
         return h->sampling().share_epoch(which, options);
       }, "which"_a, "options"_a)
+      .def("epoch_word", [](const H &h, u32 which, std::optional<std::pair<u64, u64>> set) {  // of a checkpoint
+        Reader use(*h);
+        if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
+        Pair &word = h->segment().control().epochs[which].word;
+        for (;;) {
+          Pair was{load(word.low, acquire), load(word.high, acquire)};
+          if (load(word.low, relaxed) != was.low) continue;
+          if (!set || compare_exchange(word, was, Pair{set->first, set->second})) return std::make_pair(was.low, was.high);
+        }
+      }, "which"_a, "set"_a.none() = nb::none())
       .def("claim", &claim, "own"_a.none(), "which"_a, "n"_a, "seed"_a, "shuffle"_a, "drop_last"_a, "consume"_a, "repeat"_a, "ids"_a, "of"_a.none() = nb::none())
       .def("trajectories", &trajectories)
       .def("trajectory", &trajectory, "end"_a)

@@ -313,8 +313,8 @@ class Writer {
         return j >= skipped ? s_.row(first + j) : row_in_ring(i, at + sizeof(Record) + j * s_.row_bytes);
       };
       auto stream = [&](u64 j) -> u64 {
-        if (built.trajectory.bytes) return hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes);
-        return r.flags & kStreams ? extra<u64>(i, streams + j * 8) : 0;
+        if (r.flags & kStreams) return extra<u64>(i, streams + j * 8);  // also beside a trajectory's id: rows of a checkpoint
+        return built.trajectory.bytes ? hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes) : 0;
       };
       cut += links_.append(table, built.stream_entries, span, first, r.n_rows, [&](u64 j) { return stream_key(incarnation, stream(j)); },
                            [&](u64 j) { return is_end(built, row(j)); });
