@@ -41,6 +41,7 @@ class ReplayBuffer(State):
         storage: a `ShmStorage`; default: an unnamed one of 1000 rows. sampler: default `RandomSampler()`. Both: or a function without
             arguments that makes one.
         sample_unit: what each sampled row becomes: a `Sequence`, an `NStep` transition; default: itself.
+        writer, checkpointer: None: rows are written in turn, and saved in TorchRL's layout.
         collate_fn: what is made of a batch before the transforms see it.
         pin_memory: samples in page-locked memory, where CUDA is present.
         prefetch: so many batches of ``batch_size`` are drawn ahead, by threads: see `sample`.
@@ -66,6 +67,7 @@ class ReplayBuffer(State):
         storage: ShmStorage | Callable[[], ShmStorage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         sample_unit: SampleUnit | None = None,
+        writer: None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         prefetch: int | None = None,
@@ -73,6 +75,7 @@ class ReplayBuffer(State):
         transform_factory: Callable[[], Any] | None = None,
         batch_size: int | None = None,
         dim_extend: int | None = None,
+        checkpointer: None = None,
         generator: torch.Generator | None = None,
         consume_after_n_samples: int | None = None,
         shared: bool = False,
@@ -87,6 +90,14 @@ class ReplayBuffer(State):
         seed: int | None = None,
     ):
         check_service(service_backend, service_backend_options, transport, transport_options, use_ray_service)
+        if writer is not None:
+            raise TypeError(
+                f"writer: rows are written in turn by the buffer's one writer; {type(writer).__name__} is none of its kinds"
+            )
+        if checkpointer is not None:
+            raise TypeError(
+                f"checkpointer: dumps() writes TorchRL's own layout and loads() reads it; {type(checkpointer).__name__} is not taken"
+            )
         if seed is not None:
             checked_seed(seed)
         self._storage = made_storage(storage)

@@ -36,6 +36,22 @@ def _new_locks() -> None:  # another thread of the parent may have held one at t
 os.register_at_fork(after_in_child=_new_locks)
 
 
+class Cursor:
+    """What TorchRL's writer tells, of the one writer of the buffer."""
+
+    def __init__(self, buffer: Buffer):
+        self._buffer = buffer
+
+    @property
+    def _cursor(self) -> int:
+        """The slot of the next row."""
+        return self._buffer.window[1] % self._buffer.capacity
+
+    @property
+    def _write_count(self) -> int:
+        return self._buffer.write_count
+
+
 class Face:
     """The parts of one handle, and what they are asked for."""
 
@@ -91,6 +107,15 @@ class Face:
     @property
     def sampler(self) -> Sampler:
         return self._sampler
+
+    @property
+    def writer(self) -> Cursor:
+        """Where the next row goes. Writing itself is done by whichever process drains the rings."""
+        return Cursor(self.buffer)
+
+    @property
+    def _writer(self) -> Cursor:
+        return self.writer
 
     @property
     def batch_size(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ class ReplayDataset(IterableDataset):
     Args:
         num_batches: in all, over all workers; None: as many as iterating over the replay buffer gives each of them.
 
-    ``DataLoader(rb.as_dataset(1000), batch_size=None, num_workers=2)``: a worker attaches to the buffer by its name, draws with
-    the seed that the loader gives it, and copies no rows of others. ``batch_size=None`` because the batches are made here. A
-    `SamplerWithoutReplacement` that is ``shared`` gives each row of an epoch to one worker.
+    ``DataLoader(data := rb.as_dataset(1000), collate_fn=data.collate, num_workers=2)``: a worker attaches to the buffer by its name
+    and draws with the seed that the loader gives it. A `SamplerWithoutReplacement` that is ``shared`` gives each row of an epoch
+    to one worker.
     """
 
     def __init__(self, buffer: Reading, num_batches: int | None = None):
@@ -28,6 +29,13 @@ class ReplayDataset(IterableDataset):
         if buffer.batch_size is None:
             raise RuntimeError("batch_size not specified: a data set of batches needs the replay buffer's batch_size")
         self._buffer, self.num_batches = buffer, num_batches
+
+    @staticmethod
+    def collate(batches: Any) -> Any:
+        """The batches as they are: torch's own way takes a TensorDict for a dict. Of a loader's ``batch_size`` above 1: as one."""
+        if not isinstance(batches, list):
+            return batches
+        return batches[0] if len(batches) == 1 else torch.cat(batches)
 
     def __iter__(self) -> Iterator[Any]:
         worker, n = get_worker_info(), self.num_batches

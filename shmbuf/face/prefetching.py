@@ -37,7 +37,8 @@ class Prefetcher:
     def forget(self) -> None:
         """Nothing is drawn ahead, and there are no threads: so it is in the child of a fork."""
         self._lock = threading.Lock()
-        self._queue: deque[Future[Drawn]] = deque()
+        self._queue: deque[tuple[int, Future[Drawn]]] = deque()
+        self._turns = 0
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._closed = False
 
@@ -47,17 +48,21 @@ class Prefetcher:
     def take(self) -> tuple[Any, dict[Any, Any]]:
         """The next batch. Raises what drawing it raised; NotEnoughRows at once, as drawing does not wait."""
         while True:
-            drawn = self._next(within=False, begin=False).result()
+            drawn = self._next(0)[1].result()
             if drawn.batch is not None:
                 return drawn.batch
 
     def iterate(self) -> Iterator[Any]:
         """Batches to the end of the pass, beginning with those that are there."""
-        begin = first = True
+        with self._lock:
+            self._turns += 1
+            turn = self._turns
+            self._require_open()
+            self._threads_now()[0].submit(self._begin)
+        first = True
         try:
             while True:
-                future = self._next(within=True, begin=begin)
-                begin = False
+                of, future = self._next(turn)
                 try:
                     drawn = future.result()
                 except NotEnoughRows:
@@ -65,24 +70,28 @@ class Prefetcher:
                         raise
                     return
                 if drawn.batch is None:
-                    return
+                    if of == turn:
+                        return
+                    continue  # the end of a pass that another loop left
                 first = False
                 yield drawn.batch[0]
-                if drawn.last:
+                if drawn.last and of == turn:
                     return
         finally:
             self._sampler().ran_out = True  # also where the loop was left: the next sample() is nobody's iteration
 
-    def _next(self, within: bool, begin: bool) -> Future[Drawn]:
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("A shut down replay buffer cannot be sampled.")
+
+    def _next(self, turn: int) -> tuple[int, Future[Drawn]]:
+        """A batch and whose it is: of which iteration; 0: of none."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("A shut down replay buffer cannot be sampled.")
-            if begin:
-                self._threads_now()[0].submit(self._begin)
-            future = self._queue.popleft() if self._queue else self._submit(within)
+            self._require_open()
+            found = self._queue.popleft() if self._queue else (turn, self._submit(turn > 0))
             while len(self._queue) < self.depth:
-                self._queue.append(self._submit(within))
-        return future
+                self._queue.append((turn, self._submit(turn > 0)))
+        return found
 
     def _threads_now(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
         if self._threads is None:
@@ -113,7 +122,7 @@ class Prefetcher:
     def synchronize(self) -> None:
         """Wait until what is being drawn is there. Raises the first error of drawing it, but for want of rows."""
         with self._lock:
-            waiting = list(self._queue)
+            waiting = [future for _, future in self._queue]
         for future in waiting:
             with contextlib.suppress(NotEnoughRows, CancelledError):
                 future.result()
@@ -121,7 +130,7 @@ class Prefetcher:
     def clear(self) -> None:
         """Forget the batches that were drawn ahead."""
         with self._lock:
-            for future in self._queue:
+            for _, future in self._queue:
                 future.cancel()
             self._queue.clear()
 

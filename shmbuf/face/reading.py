@@ -13,6 +13,7 @@ from shmbuf.errors import NotEnoughRows
 from shmbuf.face.dataset import ReplayDataset
 from shmbuf.face.prefetching import Prefetcher
 from shmbuf.face.transforming import Transforming
+from shmbuf.limiter import figures
 from shmbuf.samplers import ConsumingSampler, Sampler
 
 
@@ -148,8 +149,8 @@ class Reading(Transforming):
         asked = getattr(self._sampler, "can_sample", None)
         if asked is not None and not asked(self._storage, n):
             return False
-        state = self.buffer.limiter_state(n)
-        return state is None or not state["samplers_wait"]
+        limits = figures(self.buffer.limiter_state(n))
+        return limits is None or not limits["samplers_wait"]
 
     def __iter__(self) -> Iterator[Any]:
         """Batches for ever, or to the end of the epoch where the sampler knows one (``ran_out``)."""
