@@ -182,8 +182,6 @@ class _More:
 
 
 def transform_of(rb: Any) -> Any:
-    for name in ("_transform", "transform"):
-        found = getattr(rb, name, None)
-        if hasattr(found, "state_dict"):
-            return found
-    return None
+    """Not by the property ``transform``, which would make an empty one."""
+    found = getattr(rb, "_transform", None)
+    return found if hasattr(found, "state_dict") else None

@@ -109,7 +109,7 @@ class Lifetime(Reading, Editing):
         if self._ahead is not None:
             own["prefetch"] = self._ahead.depth
         for key, value in (
-            ("transform", self._chain),
+            ("transform", self._transform),
             ("transform_factory", self._factory),
             ("collate_fn", self._collate),
         ):

@@ -35,12 +35,14 @@ class State(Lifetime, Writing):
         """Save it under a directory, while others write and sample on: see `shmbuf.checkpoint.dumps`."""
         from shmbuf.checkpoint import dumps
 
+        self._transforms()  # made by now
         dumps(self, path)
 
     def loads(self, path: Any) -> None:
         """Fill it with what `dumps`, or TorchRL's, saved: see `shmbuf.checkpoint.loads`."""
         from shmbuf.checkpoint import loads
 
+        self._transforms()
         loads(self, path)
         self._drop_ahead()
 
@@ -91,7 +93,7 @@ class State(Lifetime, Writing):
             "_storage": {"rows": rows, "first": first},
             "_sampler": {"name": sampler.name, "arguments": sampler.arguments(), "priority": priority},
             "_writer": {"_cursor": self.buffer.window[1] % self.buffer.capacity, "_write_count": self.write_count},
-            "_transforms": self.transform.state_dict() if self._touched else {},
+            "_transforms": self.transform.state_dict() if self._transforms() else {},
             "_batch_size": self._batch_size,
             "_consume_after_n_samples": sampler.max_sample_count if isinstance(sampler, ConsumingSampler) else None,
             "_rng": rng,

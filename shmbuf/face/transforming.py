@@ -20,7 +20,7 @@ _NOTHING = TensorDict({}, batch_size=[0])
 class Transforming(Face):
     """What happens to rows on their way in and out."""
 
-    _chain: Compose | None = None
+    _transform: Compose | None = None
     _factory: Callable[[], Any] | None = None  # of the chain, called at its first use
     _touched = False  # whether a batch needs more than being drawn
 
@@ -36,16 +36,16 @@ class Transforming(Face):
         if factory is not None and delayed is False:
             transform, self._factory = factory(), None
         if transform is not None:
-            self._chain = _composed(transform)
+            self._transform = _composed(transform)
         self._touched = self._touched or transform is not None or factory is not None
 
     @property
     def transform(self) -> Compose:
         """All of them, as a `Compose`."""
-        if self._chain is None:
-            self._chain = _composed(self._factory() if self._factory is not None else None)
+        if self._transform is None:
+            self._transform = _composed(self._factory() if self._factory is not None else None)
             self._factory, self._touched = None, True
-        return self._chain
+        return self._transform
 
     def append_transform(self: Self, transform: Any, *, invert: bool = False) -> Self:
         """Run it last on what is read, through this handle, and its inverse first on what is stored.
@@ -71,11 +71,15 @@ class Transforming(Face):
         return self
 
     def _parts(self) -> list[Any]:
-        return list(self.transform) if self._touched else []
+        return list(self.transform) if self._transforms() else []
+
+    def _transforms(self) -> int:
+        """How many there are."""
+        return 0 if self._transform is None and self._factory is None else len(self.transform)
 
     def _inverted(self, rows: Any) -> Any:
         """Rows as they are to be stored; None: none of them."""
-        return self.transform.inv(rows) if len(self.transform) else rows
+        return self.transform.inv(rows) if self._transforms() else rows
 
     def _to_store(self, batch: Any) -> Any:
         """A batch as it is to be stored: an empty one where a transform drops it."""
@@ -83,18 +87,16 @@ class Transforming(Face):
         return _NOTHING if out is None else out
 
     def _forward(self, rows: Any) -> Any:
-        chain = self.transform
-        if not len(chain):
+        if not self._transforms():
             return rows
         with rows.unlock_() if is_tensor_collection(rows) else contextlib.nullcontext():
-            return chain.forward(rows)
+            return self.transform.forward(rows)
 
     def _finished(self, td: TensorDictBase) -> Any:
         """A batch that was drawn as it is given out. What the sampler says of the rows stays in it if a transform takes it out."""
         said = {k: td.get(k) for k in self._info_keys() if k in td.keys(True)}
         out = td if self._collate is None else self._collate(td)
-        if self._chain is not None or self._factory is not None:
-            out = self._forward(out)
+        out = self._forward(out)
         if out is not td and is_tensor_collection(out) and out.batch_size == td.batch_size:
             for key, value in said.items():
                 if key not in out.keys(True):

@@ -67,11 +67,17 @@ class Writing(Transforming, Priorities):
         [0] if they drop it. timeout: seconds; None: the buffer's.
         """
         td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
-        if self._touched and len(self.transform) and not len(td.batch_size):
+        if self._touched and self._transforms() and not len(td.batch_size):
             index = self._store(self._to_store(td[None]), timeout, False, True, stream=stream)
             return int(index) if len(index) == 1 else index
         index = self._store(td, timeout, False, True, single=True, stream=stream)
         return int(index) if len(index) else None
+
+    def set_writer(self, writer: Any) -> Any:
+        """Another way of writing rows than in turn. There is none: TypeError. Returns the previous one."""
+        raise TypeError(
+            f"rows are written in turn by the buffer's one writer; {type(writer).__name__} is none of its kinds"
+        )
 
     def empty(self, empty_write_count: bool = True, *, timeout: float | None = None) -> None:
         """Forget all rows, for every process; indices start again at 0. timeout: seconds; None: the buffer's.

@@ -149,6 +149,8 @@ def test_setting_another_part_returns_the_previous_one(make_rb):
     rb.set_storage(old)
     assert same(rb[:], rows(0, 5))
     other.buffer.close()
+    with pytest.raises(TypeError, match="one writer"):
+        rb.set_writer(5)
 
 
 def test_next_gives_a_pass_and_none_at_its_end(make_rb):
@@ -293,8 +295,8 @@ def test_dumps_and_loads_and_their_other_names(make_rb, tmp_path):
 
 
 def test_hooks_change_what_is_saved_and_what_is_loaded(make_rb, tmp_path):
-    rb, other = make_rb(10), make_rb(10)
-    rb.extend(rows(0, 7))
+    rb, other = (make_rb(10, schema={"k": torch.int64}) for _ in range(2))
+    rb.extend(rows(0, 7).select("k"))
     rb.register_save_hook(lambda td: td.set("k", td["k"] + 1))
     rb.dumps(tmp_path / "a")
     assert rb["k"].tolist() == list(range(7))
