@@ -13,7 +13,16 @@ from typing import Any
 from shmbuf.checkpoint.loading import Loaded, load_buffer, loads
 from shmbuf.checkpoint.saving import Saved, dump_buffer, dumps
 
-__all__ = ["Loaded", "Saved", "dump_buffer", "dumps", "load_buffer", "loads", "register_load_hook", "register_save_hook"]
+__all__ = [
+    "Loaded",
+    "Saved",
+    "dump_buffer",
+    "dumps",
+    "load_buffer",
+    "loads",
+    "register_load_hook",
+    "register_save_hook",
+]
 
 
 def register_save_hook(rb: Any, hook: Callable[..., Any]) -> None:

@@ -1,10 +1,10 @@
 """The files of a checkpoint: TorchRL's directory, and beside it `shmbuf/`, with what that layout forgets.
 
-    buffer_metadata.json, storage/, writer/, sampler/, rng_state/, transform.t      as TorchRL 0.14 writes and reads them
-    shmbuf/state.json       version, schema with exact dtypes and file names, row ids, counters, limiter, epochs
-    shmbuf/streams.memmap   int64 a row, oldest first: which trajectory it belongs to, numbered by first appearance
-    shmbuf/heads.memmap     int64: the trajectories whose beginning was not stored any more
-    shmbuf/priorities.memmap  float64 a row, oldest first
+buffer_metadata.json, storage/, writer/, sampler/, rng_state/, transform.t      as TorchRL 0.14 writes and reads them
+shmbuf/state.json       version, schema with exact dtypes and file names, row ids, counters, limiter, epochs
+shmbuf/streams.memmap   int64 a row, oldest first: which trajectory it belongs to, numbered by first appearance
+shmbuf/heads.memmap     int64: the trajectories whose beginning was not stored any more
+shmbuf/priorities.memmap  float64 a row, oldest first
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def file_keys(schema: Schema) -> list[Key]:
     out = []
     for i, key in enumerate(schema.keys):
         file = key
-        while not all(_plain(part) and part not in _META for part in file) or (*file[:-1], file[-1] + ".memmap") in taken:
+        while (
+            not all(_plain(part) and part not in _META for part in file) or (*file[:-1], file[-1] + ".memmap") in taken
+        ):
             file = (f"column {i}",) if file == key else (file[0] + "_",)
         taken.add((*file[:-1], file[-1] + ".memmap"))
         out.append(file)
@@ -119,7 +121,9 @@ class Root:
             raise
         except OSError as e:
             os.close(fd)
-            raise CheckpointError(f"{self.path}/{name} cannot be opened: {e.strerror} (links are not followed)") from None
+            raise CheckpointError(
+                f"{self.path}/{name} cannot be opened: {e.strerror} (links are not followed)"
+            ) from None
         except BaseException:
             os.close(fd)
             raise

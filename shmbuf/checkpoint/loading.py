@@ -90,7 +90,9 @@ class _Load:
             made = {k: plain(k, t) for k, t in tensor_leaves(load_through(hooks, saved.tensordict())).items()}
             short = [k for k, t in made.items() if t.ndim < 1 or t.shape[0] != saved.capacity]
             if short:
-                raise CheckpointError(f"load hooks gave {short[0]} with another first dimension than {saved.capacity:,}")
+                raise CheckpointError(
+                    f"load hooks gave {short[0]} with another first dimension than {saved.capacity:,}"
+                )
         found = saved.schema() if made is None else Schema.from_leaves(made, 1)
         mine = buf.schema
         extra = [k for k in _INDEX if k in found.keys and (mine is None or k not in mine.keys)]
@@ -122,8 +124,14 @@ class _Load:
         before, cut_before = buf.limiter_state(), buf._call("counters")["streams_cut"]
         if before is not None:
             buf.set_limiter(None)
-        with Buffer.attach(buf.name, owner=buf._owner) as loader:  # a collector of its own, so that nobody goes on with its streams
-            loader._full_code, loader._timeout, loader._seconds = FULL.index("block"), self.timeout, seconds_of(self.timeout)
+        with Buffer.attach(
+            buf.name, owner=buf._owner
+        ) as loader:  # a collector of its own, so that nobody goes on with its streams
+            loader._full_code, loader._timeout, loader._seconds = (
+                FULL.index("block"),
+                self.timeout,
+                seconds_of(self.timeout),
+            )
             assert loader.schema is not None
             streams = saved.streams if buf.marks.keep else None
             heads = self._cut(streams, skip)
@@ -133,7 +141,9 @@ class _Load:
             self._put(loader, n, skip, streams, tell)
         cut = buf._call("counters")["streams_cut"] - cut_before
         if cut:
-            self.left.append(f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)")
+            self.left.append(
+                f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
+            )
         self._finish_priorities(first, n)
         if before is not None:
             self._set_limiter(before)

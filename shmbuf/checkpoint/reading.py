@@ -63,7 +63,9 @@ class Checkpoint:
         self.write_count = number("writer: write_count", writer.get("write_count", self.rows))
         self.first_slot = cursor % self.capacity if self.rows == self.capacity else 0
         self.buffer = root.json("buffer_metadata.json") if root.has("buffer_metadata.json") else {}
-        self.ignored = ["prefetch.pkl (a pickle: batches that had been drawn ahead)"] if root.has("prefetch.pkl") else []
+        self.ignored = (
+            ["prefetch.pkl (a pickle: batches that had been drawn ahead)"] if root.has("prefetch.pkl") else []
+        )
         self.state = root.json("shmbuf/state.json") if root.has("shmbuf/state.json") else None
         self.first_id: int | None = None
         self.streams = self.heads = self.priorities = None
@@ -88,7 +90,9 @@ class Checkpoint:
         self.first_id = number("state.json: first_id", state.get("first_id"), 0, (1 << 62) - self.capacity)
         self.first_slot = number("state.json: first_slot", state.get("first_slot"), 0, self.capacity - 1)
         if self.first_slot and self.rows < self.capacity:
-            raise self._fault(f"first_slot is {self.first_slot:,}, but only {self.rows:,} of {self.capacity:,} rows are there")
+            raise self._fault(
+                f"first_slot is {self.first_slot:,}, but only {self.rows:,} of {self.capacity:,} rows are there"
+            )
         self.write_count = number("state.json: write_count", state.get("write_count"))
         if not state.get("hooked"):
             self._own_columns(state.get("columns"))
@@ -185,7 +189,11 @@ class Checkpoint:
             fd = self.root.sized(f"storage/{c.file}", self.capacity * c.column.nbytes)
             shape = (self.capacity, *c.column.shape)
             with open(fd, "rb") as f:
-                mapped = np.memmap(f, c.column.numpy, "c", shape=shape) if c.column.nbytes else np.empty(shape, c.column.numpy)
+                mapped = (
+                    np.memmap(f, c.column.numpy, "c", shape=shape)
+                    if c.column.nbytes
+                    else np.empty(shape, c.column.numpy)
+                )
             t = torch.from_numpy(np.asarray(mapped))
             leaves[c.column.key] = t.view(getattr(torch, c.column.dtype)) if c.column.dtype != c.column.numpy else t
         return TensorDict(leaves, batch_size=[self.capacity])

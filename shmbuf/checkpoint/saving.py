@@ -61,7 +61,13 @@ def dump_buffer(
             _trees(made / "sampler", buf, copied, beta)
         own = made / "shmbuf"
         own.mkdir()
-        state = {"version": layout.VERSION, "rows": n, "hooked": hooked, **state_of(buf, copied, files), "epochs": epochs or _words(buf)}
+        state = {
+            "version": layout.VERSION,
+            "rows": n,
+            "hooked": hooked,
+            **state_of(buf, copied, files),
+            "epochs": epochs or _words(buf),
+        }
         for name in ("streams", "heads", "priorities"):
             array = getattr(copied, name)
             if array is not None:

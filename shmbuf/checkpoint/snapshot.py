@@ -212,7 +212,10 @@ def _straighten(path: Path, begin: int, nbytes: int, whole: int) -> None:
     new = path.with_name(path.name + ".straight")
     with open(path, "rb") as old, open(new, "xb") as f:
         os.ftruncate(f.fileno(), whole)
-        for start, size, to in ((begin, min(nbytes, whole - begin), 0), (0, max(0, nbytes - (whole - begin)), whole - begin)):
+        for start, size, to in (
+            (begin, min(nbytes, whole - begin), 0),
+            (0, max(0, nbytes - (whole - begin)), whole - begin),
+        ):
             while size > 0:
                 data = os.pread(old.fileno(), min(size, BLOCK_BYTES), start)
                 write_all(f.fileno(), memoryview(data), to)

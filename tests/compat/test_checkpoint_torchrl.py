@@ -53,7 +53,10 @@ def theirs(storage, sampler=None):
 STORAGES = [torchrl_data.LazyTensorStorage, torchrl_data.LazyMemmapStorage]
 SAMPLERS = {
     "random": (lambda: torchrl_data.RandomSampler(), lambda: shmbuf.RandomSampler()),
-    "prioritized": (lambda: torchrl_data.PrioritizedSampler(N, 0.6, 0.4), lambda: shmbuf.PrioritizedSampler(N, 0.6, 0.4)),
+    "prioritized": (
+        lambda: torchrl_data.PrioritizedSampler(N, 0.6, 0.4),
+        lambda: shmbuf.PrioritizedSampler(N, 0.6, 0.4),
+    ),
     "without": (lambda: torchrl_data.SamplerWithoutReplacement(), lambda: shmbuf.SamplerWithoutReplacement()),
 }
 
