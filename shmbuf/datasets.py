@@ -6,6 +6,7 @@ Each needs its own library (``pip install shmbuf[datasets]``: h5py and minari; l
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -46,7 +47,7 @@ def _put(buf: Buffer, parts: Iterable[Mapping[str, Any]]) -> int:
         for i, rows in enumerate(parts):
             writer.schema  # noqa: B018  # the first part may give it
             own = writer.schema is None or not writer.marks.keep or writer.marks.trajectory is not None
-            n += len(writer.extend(rows, stream=None if own or i == 0 and writer.schema is None else i))
+            n += len(writer.extend(rows, stream=None if own or (i == 0 and writer.schema is None) else i))
     return n
 
 
@@ -61,7 +62,7 @@ def _columns(buf: Buffer) -> tuple[dict[Key, np.ndarray], np.ndarray]:
 
 def _split(columns: Mapping[Key, np.ndarray], order: np.ndarray) -> Iterator[dict[str, Any]]:
     cuts = [0, *(np.flatnonzero(np.diff(order)) + 1), len(order)]
-    for lo, hi in zip(cuts, cuts[1:], strict=False):
+    for lo, hi in itertools.pairwise(cuts):
         if hi > lo:
             yield nest(columns.keys(), (a[lo:hi] for a in columns.values()))
 

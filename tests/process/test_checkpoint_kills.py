@@ -37,7 +37,8 @@ directories.step = step
 if exchange == "no":
     directories.exchange = lambda *_: False
 if limit:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 buf = Buffer.attach(name)
 print("ready", flush=True)
 try:

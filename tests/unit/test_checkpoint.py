@@ -192,7 +192,7 @@ def test_what_a_writer_overwrites_is_left_out_oldest_first(make, tmp_path, monke
     names = during(monkeypatch, lambda: put(rate))
     saved = dump_buffer(a, tmp_path / "c")
     monkeypatch.undo()
-    assert names.count("copied") >= 2 and at > 130 or not rate
+    assert (names.count("copied") >= 2 and at > 130) or not rate
     assert saved.end_id == 130 and saved.rows + saved.lost == 100
     assert saved.rows >= least
     load_buffer(b, tmp_path / "c")
@@ -478,7 +478,7 @@ def test_what_is_no_checkpoint_is_an_error(make, tmp_path, what):
 
 def test_another_schema_is_said_with_every_difference(saved, make):
     buf = make(schema={"obs": ("float32", (5,)), "k": "int64"})
-    with pytest.raises(SchemaError, match="(?s)checkpoint.*obs.*next"):
+    with pytest.raises(SchemaError, match=r"(?s)checkpoint.*obs.*next"):
         load_buffer(buf, saved)
     assert len(buf) == 0
 
