@@ -256,6 +256,26 @@ std::vector<u64> trajectory(const H &h, u64 end) {
   return out;
 }
 
+template <class As, class T> nb::object as_array(std::vector<T> &&v) {
+  auto *kept = new std::vector<T>(std::move(v));
+  nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, As, nb::ndim<1>>(reinterpret_cast<As *>(kept->data()), {kept->size()}, owner));
+}
+// All live trajectories by their first rows: ids int64[m] one after another, offsets int64[n + 1], flags uint8[n].
+nb::tuple list_trajectories(const H &h) {
+  Reader use(*h);
+  require_there(h);
+  Links::Listing l;
+  if (h->ready() && h->segment().links) {
+    Ungil gil(true);
+    const Window w = window(h->segment());
+    l = Links(h->segment().links, h->segment().capacity).list(w.lo, w.hi);
+    fence(acquire);  // before the next look at `reserve`, as G2
+  }
+  if (l.offset.empty()) l.offset.push_back(0);
+  return nb::make_tuple(as_array<i64>(std::move(l.ids)), as_array<i64>(std::move(l.offset)), as_array<u8>(std::move(l.flags)));
+}
+
 // A pin from the moment it is made: whoever is interrupted anywhere lets it go with the last reference.
 struct PinHold {
   H handle;
@@ -359,6 +379,7 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("claim", &claim, "own"_a.none(), "which"_a, "n"_a, "seed"_a, "shuffle"_a, "drop_last"_a, "consume"_a, "repeat"_a, "ids"_a, "of"_a.none() = nb::none())
       .def("trajectories", &trajectories)
       .def("trajectory", &trajectory, "end"_a)
+      .def("list_trajectories", &list_trajectories)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("pin", &pin, "first_id"_a, "seconds"_a)
       .def("map_rows", &map_rows)
