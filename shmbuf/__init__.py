@@ -36,7 +36,18 @@ _HOME = {
     "Buffer": "buffer",
     "Pin": "pins",
     **dict.fromkeys(("Estimate", "estimate"), "memory"),
-    "Trajectory": "trajectories",
+    "TrajectorySpan": "trajectories",
+    **dict.fromkeys(
+        (
+            "Trajectory",
+            "TrajectoryPredicate",
+            "filter_trajectories",
+            "find_start_stop_traj",
+            "iter_trajectories",
+            "traj",
+        ),
+        "query",
+    ),
     "Ticket": "ticket",
     "ShmStorage": "storage",
     **dict.fromkeys(("RandomSampler", "PrioritizedSampler"), "samplers"),
@@ -64,6 +75,14 @@ if TYPE_CHECKING:
     from shmbuf.limiter import MinSize, Queue, RateLimiter
     from shmbuf.memory import Estimate, estimate
     from shmbuf.pins import Pin
+    from shmbuf.query import (
+        Trajectory,
+        TrajectoryPredicate,
+        filter_trajectories,
+        find_start_stop_traj,
+        iter_trajectories,
+        traj,
+    )
     from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
     from shmbuf.samplers import (
         ConsumingSampler,
@@ -86,7 +105,7 @@ if TYPE_CHECKING:
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
-    from shmbuf.trajectories import Trajectory
+    from shmbuf.trajectories import TrajectorySpan
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ KINDS = {
     "learners": "tools.bench.priorities",
     "updaters": "tools.bench.priorities",
     "slices": "tools.bench.slices",
+    "query": "tools.bench.query",
     "kills": "tools.bench.kills",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",
