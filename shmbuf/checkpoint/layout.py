@@ -25,6 +25,7 @@ MAX_JSON = 64 << 20
 MAX_NUMBER = 1 << 62
 TD = "<class 'tensordict._td.TensorDict'>"
 _RESERVED = {".", "..", ""}
+_META = {"shape", "device", "_type"}  # what a meta.json says of its directory
 
 
 def _plain(part: str) -> bool:
@@ -37,7 +38,9 @@ def file_keys(schema: Schema) -> list[Key]:
     out = []
     for i, key in enumerate(schema.keys):
         file = key
-        while not all(map(_plain, file)) or (*file[:-1], file[-1] + ".memmap") in taken:
+        while (
+            not all(_plain(part) and part not in _META for part in file) or (*file[:-1], file[-1] + ".memmap") in taken
+        ):
             file = (f"column {i}",) if file == key else (file[0] + "_",)
         taken.add((*file[:-1], file[-1] + ".memmap"))
         out.append(file)
@@ -195,6 +198,8 @@ def stored_columns(root: Root, capacity: int | None = None) -> tuple[list[Stored
             raise CheckpointError(f"{root.path}/{name}: {size:,} rows, but {capacity:,} elsewhere")
         capacity = size
         for part, value in meta.items():
+            if part.startswith("_") and not isinstance(value, dict):
+                continue  # what later versions of tensordict note
             key = (*prefix, part)
             if not _plain(part) or not isinstance(value, dict) or len(key) > 32:
                 raise CheckpointError(f"{root.path}/{name}: {part!r} is no key of a tensor")

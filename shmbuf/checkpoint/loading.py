@@ -121,7 +121,7 @@ class _Load:
         if skip:
             self.left.append(f"the {skip:,} oldest rows: the capacity is {buf.capacity:,}")
         fresh = buf._call("counters")["rows_total"] == 0 and buf.window == (0, 0)
-        before = buf.limiter_state()
+        before, cut_before = buf.limiter_state(), buf._call("counters")["streams_cut"]
         if before is not None:
             buf.set_limiter(None)
         with Buffer.attach(
@@ -139,6 +139,11 @@ class _Load:
                 self._open_streams(loader, streams, heads)  # type: ignore[arg-type]
             first = self._begin(loader, n, skip, fresh and (heads is None or not len(heads)))
             self._put(loader, n, skip, streams, tell)
+        cut = buf._call("counters")["streams_cut"] - cut_before
+        if cut:
+            self.left.append(
+                f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
+            )
         self._finish_priorities(first, n)
         if before is not None:
             self._set_limiter(before)

@@ -8,6 +8,7 @@ was stored then. An edit of a row is either in it or not, whole.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -88,26 +89,25 @@ class _Copy:
             asked, end = buf._get("window")[1], counters["end_id"]
             first = asked = min(asked, end)
             kept = np.empty(end - first) if buf._get("priorities") else None
-            before = np.empty(end - first, np.int64) if buf.marks.keep else None
-            whole = self._beginnings() if before is not None else None
+            before = whole = None
+            if buf.marks.keep:
+                before, whole = self._predecessors(first, end), self._beginnings()
             at = first
+            copied = 0  # blocks' rows, also of those that were lost afterwards
             while at < end:
                 n = min(self.block, end - at, capacity - at % capacity)
                 ids = np.arange(at, at + n, dtype=np.int64)
                 lost = self._fetch(ids, complete, timeout)
-                if lost:  # rows of before are not the suffix any more
-                    at = first = max(first, lost)
-                    self.tell(at - asked, end - asked)
+                if lost:
+                    at = first = self._ahead(lost, end, copied)
                     continue
                 where = slice(at - asked, at - asked + n)
                 if kept is not None:
                     kept[where] = buf.priorities(ids)
-                if before is not None:
-                    chain, lens = buf.walk_back(ids, 2)
-                    before[where] = np.where(lens == 2, chain[:, 1], -1)
                 # What was read beside the rows is right if they were still there afterwards.
+                copied += n
                 if (gone := buf._get("window")[1]) > at:
-                    at = first = min(gone, end)
+                    at = first = self._ahead(gone, end, copied)
                     continue
                 for fd, c, rows in zip(self.fds, self.schema.columns, self.out, strict=True):
                     if c.nbytes:
@@ -115,7 +115,6 @@ class _Copy:
                 at += n
                 self.tell(at - asked, end - asked)
                 directories.step("copied")
-        first = min(first, end)
         n, slot = end - first, first % capacity
         if n < capacity and slot:  # TorchRL's files begin with slot 0 unless they are full
             for p, c in zip(paths, self.schema.columns, strict=True):
@@ -165,6 +164,24 @@ class _Copy:
                     f"{n - int(done.sum()):,} rows of buffer {buf.name!r} cannot be read; {writer_text(buf)}. No checkpoint was written"
                 )
             time.sleep(1e-3)
+
+    def _ahead(self, oldest: int, end: int, copied: int) -> int:
+        """Where to go on after rows were lost: far enough before a writer who is faster that it does not get here again."""
+        written = self.buf._get("window")[2] - end
+        if oldest >= end or written <= copied:
+            return min(oldest, end)
+        ahead = math.ceil((end - oldest) * (1 - copied / written)) + self.block
+        return oldest + min(ahead, max(0, end - oldest - self.block))
+
+    def _predecessors(self, first: int, end: int) -> np.ndarray:
+        """int64: of each row the one before it in its trajectory, −1: none. Looked up before any row is copied: those of the rows that
+        will be saved were all there then."""
+        out = np.empty(end - first, np.int64)
+        for at in range(first, end, MAX_BLOCK_ROWS):
+            ids = np.arange(at, min(end, at + MAX_BLOCK_ROWS), dtype=np.int64)
+            chain, lens = self.buf.walk_back(ids, 2)
+            out[at - first : at - first + len(ids)] = np.where(lens == 2, chain[:, 1], -1)
+        return out
 
     def _beginnings(self) -> np.ndarray:
         """int64: the first stored rows of trajectories that have nothing missing before them, sorted."""

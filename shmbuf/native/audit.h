@@ -91,6 +91,9 @@ class Auditor {
     const u64 done = load(c_.done_seq, acquire), plan = load(c_.plan_seq, acquire), later = load(c_.commit_seq, acquire);
     if (done > later) wrong(text("done_seq: ", done, " is beyond commit_seq ", later));
     if (plan > later + 1) wrong(text("plan_seq: ", plan, " is beyond the one after commit_seq ", later));
+    u64 odd = load(c_.edit_word, acquire) & 1;
+    for (u32 &stripe : s_.edits().stripe) odd += load(stripe, acquire) & 1;
+    if (odd) wrong_at_rest(text("edits: ", odd, " counters are odd, and nobody edits"));
     if (done + 1 < seq) wrong_at_rest(text("done_seq: ", done, " beside commit_seq ", seq));
     if (b.seq != seq) wrong_at_rest(text("commit block: seq ", b.seq, ", commit_seq ", seq));
     if (done == seq && cursor != b.cursor) wrong_at_rest(text("cursor: ", cursor, ", committed ", b.cursor, ", nothing in progress"));

@@ -280,9 +280,10 @@ nb::tuple list_trajectories(const H &h) {
 struct PinHold {
   H handle;
   u32 index;
-  u64 first_id;
+  u64 first_id, end_id;
+  std::vector<u32> stripes;
   std::atomic<bool> held{true};
-  PinHold(H h, u32 i, u64 lo) : handle(std::move(h)), index(i), first_id(lo) {}
+  PinHold(H h, u32 i, u64 lo, u64 hi) : handle(std::move(h)), index(i), first_id(lo), end_id(hi), stripes(handle->edit_stripes()) {}
   ~PinHold() { release(); }
   void release() {
     if (!held.exchange(false)) return;
@@ -296,7 +297,7 @@ struct PinHold {
     if (!held) return false;
     try {
       Handle::Use use(*handle);
-      return handle->pin_valid(index, first_id);
+      return handle->pin_valid(index, first_id) && handle->unedited(stripes, first_id, end_id);
     } catch (const Gone &) {
       return false;
     }
@@ -309,7 +310,7 @@ nb::tuple pin(const H &h, u64 first_id, double seconds) {
   u32 index = 0;
   const Status s = h->pin(first_id, deadline_in(seconds), lo, hi, index);
   if (s != Status::ok) return nb::make_tuple(int(s), lo, hi, nb::none());
-  return nb::make_tuple(int(s), lo, hi, std::make_shared<PinHold>(h, index, lo));
+  return nb::make_tuple(int(s), lo, hi, std::make_shared<PinHold>(h, index, lo, hi));
 }
 // All rows, slot after slot, as bytes that nobody may write; unmapped when the last array over them goes.
 nb::object map_rows(const H &h) {

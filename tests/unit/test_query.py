@@ -171,8 +171,15 @@ def test_numbers_do_not_wrap_nor_round(td):
     assert kept(td, (traj.wide == 2**53 + 1).all()) == [0, 1, 2, 3]
     assert kept(td, (traj.wide + 0.0 == 2.0**53).all()) == [0, 1, 2, 3]  # a float64, not a float32
     assert kept(td, (traj.wide < 2**70).all()) == [0, 1, 2, 3]
-    thousand = TensorDict({"x": torch.full((1000,), 0.1), "episode": torch.zeros(1000)}, [1000])
-    assert len(filter_trajectories(thousand, (traj.x.sum() - 100).abs() < 1e-4)) == 1
+    hard = TensorDict(
+        {"x": torch.tensor([1e8, 1.0, -1e8]), "n": torch.full((3,), 2**24 + 1), "episode": torch.zeros(3)}, [3]
+    )
+    assert len(filter_trajectories(hard, traj.x.sum() == 1)) == 1  # 0 in float32
+    assert (
+        len(filter_trajectories(hard, (traj.n > 2**24 + 0.5).all()))
+        == 1
+        == len(filter_trajectories(hard, (traj.n > traj.x - 1e8 + 2**24).any()))
+    )
 
 
 def test_length_and_total_reward(td):

@@ -241,6 +241,37 @@ def test_overwritten_between_two_looks(storage, monkeypatch, at, predicate):
     assert shown(found) == cut
 
 
+def put_before_fetch(monkeypatch, at: int, deed) -> None:
+    real, calls = module._fetch, []
+
+    def fetch(buffer, columns, ids):
+        calls.append(1)
+        if len(calls) == at:
+            deed()
+        return real(buffer, columns, ids)
+
+    monkeypatch.setattr(module, "_fetch", fetch)
+
+
+def test_one_that_does_not_match_any_more_as_it_is_returned(storage, monkeypatch):
+    s = storage(20, trajectories=True)
+    for env in range(4):
+        put(s, part(env, 0, 5), stream=env)
+    put_before_fetch(monkeypatch, 2, lambda: put(s, part(9, 0, 7), stream=9))
+    assert shown(query_buffer(s, traj.length >= 4)) == [
+        [(e, t) for t in range(5)] for e in (2, 3)
+    ]  # 3 rows of 1 are left
+
+
+def test_the_order_is_that_of_what_is_left(storage, monkeypatch):
+    s = storage(8, trajectories=True)
+    put(s, part(0, 0, 1, False), stream=0)
+    put(s, part(1, 0, 3), stream=1)
+    put(s, part(0, 1, 4), stream=0)
+    put_before_fetch(monkeypatch, 1, lambda: put(s, part(2, 0, 1), stream=2))
+    assert shown(query_buffer(s)) == [[(1, 0), (1, 1), (1, 2)], [(0, 1), (0, 2), (0, 3), (0, 4)]]
+
+
 def test_a_walk_led_astray(storage, monkeypatch):
     """A listing in which rows, overwritten since, are followed back to other trajectories' live rows."""
     s = storage(20, trajectories=True)
@@ -295,6 +326,7 @@ def test_predicate_and_results_see_transformed_rows(storage):
     assert [f.length for f in found] == [7] and (t.calls, r.calls) == (5, 3)
     silent = Double("t", says=False)
     assert len(query_buffer(s, traj.reward.max() > 6, transforms=[silent, r])) == 1 and silent.calls == 1
+    assert [f.length for f in query_buffer(s, traj.t.last() == 12, transforms=[silent, r])] == [7]
 
 
 def test_keys_that_a_transform_makes(storage):
