@@ -6,11 +6,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmbuf import Buffer, SchemaError, ShmStorage, TensorDictReplayBuffer
+from shmbuf import SchemaError, ShmStorage, TensorDictReplayBuffer
 from tests.unit.helpers import unmoved
 from tests.unit.helpers_torch import rows, same
-
-pytestmark = pytest.mark.skipif(not hasattr(Buffer, "edit"), reason="this build of the core has no edits")
 
 
 @pytest.fixture
