@@ -187,7 +187,9 @@ class Buffer(Trajectories, Epochs, Edits):
         """
         rows_total = max(write_count, 0 if rows_total is None else rows_total)
         if not 0 <= first_id < 2**62 or not 0 <= write_count < 2**62 or rows_total >= 2**62:
-            raise ValueError(f"first_id={first_id}, write_count={write_count}, rows_total={rows_total}: numbers below 2**62")
+            raise ValueError(
+                f"first_id={first_id}, write_count={write_count}, rows_total={rows_total}: numbers below 2**62"
+            )
         end = self._get("window")[2]
         if first_id < end:
             raise ValueError(f"first_id={first_id}: row ids never repeat, and the next one is {end}")
