@@ -116,7 +116,7 @@ class Ticket:
         raise StorageLost(f"the buffer was {status} while {self.rows:,} rows waited for their commit")
 
     def __repr__(self) -> str:
-        return f"Ticket({self.rows} rows, {'done' if self._native.done() else 'pending'})"
+        return f"{type(self).__name__}({self.rows} rows, {'done' if self._native.done() else 'pending'})"
 
 
 class EditTicket(Ticket):

@@ -10,7 +10,7 @@
 //   E4  reader   a stripe that stays odd: the record is whole and in its ring until head_pub passes it, so the row as it will be is
 //                its bytes outside the spans and the record's inside: nobody waits for a writer that is stopped, or dead
 //
-// tests/models/edit.pml: -DNOFENCE, -DEVENEARLY, -DNOSTRIPE and -DNORAISE each return a row that never was.
+// tests/models/edit.pml: -DNORAISE, -DNOSTRIPE, -DEVENEARLY and -DHALF each return a row that never was.
 #pragma once
 #include "ring.h"
 
