@@ -14,6 +14,7 @@ _HOME = {
             "BufferFormatError",
             "BufferInUse",
             "BufferNotFound",
+            "CheckpointError",
             "CommitInterrupted",
             "CommitPending",
             "ConcurrentUse",
@@ -35,7 +36,18 @@ _HOME = {
     "Buffer": "buffer",
     "Pin": "pins",
     **dict.fromkeys(("Estimate", "estimate"), "memory"),
-    "Trajectory": "trajectories",
+    "TrajectorySpan": "trajectories",
+    **dict.fromkeys(
+        (
+            "Trajectory",
+            "TrajectoryPredicate",
+            "filter_trajectories",
+            "find_start_stop_traj",
+            "iter_trajectories",
+            "traj",
+        ),
+        "query",
+    ),
     "Ticket": "ticket",
     "ShmStorage": "storage",
     **dict.fromkeys(("RandomSampler", "PrioritizedSampler"), "samplers"),
@@ -51,7 +63,15 @@ _HOME = {
     ),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
-        ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
+        (
+            "attach",
+            "ReplayBuffer",
+            "TensorDictReplayBuffer",
+            "RemoteTensorDictReplayBuffer",
+            "PrioritizedReplayBuffer",
+            "TensorDictPrioritizedReplayBuffer",
+        ),
+        "replay_buffer",
     ),
 }
 __all__ = ["__version__", *sorted(_HOME)]
@@ -63,7 +83,22 @@ if TYPE_CHECKING:
     from shmbuf.limiter import MinSize, Queue, RateLimiter
     from shmbuf.memory import Estimate, estimate
     from shmbuf.pins import Pin
-    from shmbuf.replay_buffer import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer, attach
+    from shmbuf.query import (
+        Trajectory,
+        TrajectoryPredicate,
+        filter_trajectories,
+        find_start_stop_traj,
+        iter_trajectories,
+        traj,
+    )
+    from shmbuf.replay_buffer import (
+        PrioritizedReplayBuffer,
+        RemoteTensorDictReplayBuffer,
+        ReplayBuffer,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+        attach,
+    )
     from shmbuf.samplers import (
         ConsumingSampler,
         NewestSampler,
@@ -85,7 +120,7 @@ if TYPE_CHECKING:
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
-    from shmbuf.trajectories import Trajectory
+    from shmbuf.trajectories import TrajectorySpan
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 FACES: dict[str, type[ReplayBuffer]] = {}
 
 
-def positive(batch_size: Any) -> int | None:
-    if batch_size is None:
+def positive(number: Any, name: str = "batch_size", what: str = "a number of rows") -> int | None:
+    if number is None:
         return None
-    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 0:
-        raise ValueError(f"batch_size={batch_size!r}: a number of rows ≥ 0")
-    return int(batch_size)
+    if isinstance(number, bool) or not hasattr(number, "__index__") or int(number) < 0:
+        raise ValueError(f"{name}={number!r}: {what} ≥ 0")
+    return int(number)
 
 
 INTEGERS, REALS = (torch.int64,), (torch.float32, torch.float64)
@@ -71,6 +71,10 @@ def attach(
     sampler: Sampler | None = None,
     sample_unit: SampleUnit | None = None,
     seed: int | None = None,
+    prefetch: int | None = None,
+    transform: Any = None,
+    transform_factory: Callable[[], Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
     timeout: float | None = 0.0,
 ) -> ReplayBuffer:
     """The replay buffer of that name, in any process, at any time: same class, same methods.
@@ -78,7 +82,7 @@ def attach(
     Args:
         owner: uid of another user whose buffer it is, if its mode lets this one in.
         readonly: map it read-only: sampling and looking only.
-        batch_size, sampler, sample_unit, seed: of this handle only. The sampler draws itself, no copy of it. Without one, and where
+        batch_size, sampler, sample_unit, seed, prefetch, transform, transform_factory, collate_fn: of this handle only. The sampler draws itself, no copy of it. Without one, and where
             a handle is unpickled, one is made of the arguments that the other was made with: what was set afterwards and has no
             such argument (``consumer_version``, a place in an epoch) stays behind, and functions do (``staleness_weight_fn``).
         timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
@@ -91,6 +95,8 @@ def attach(
         checked_seed(seed)
     sampler = None if sampler is None else checked_sampler(sampler)
     unit = None if sample_unit is None else checked_unit(sample_unit)
+    own["prefetch"], own["collate_fn"] = positive(prefetch, "prefetch", "a number of batches"), collate_fn
+    own["transform"], own["transform_factory"] = transform, transform_factory
     buffer = Buffer.attach(name, owner=owner, readonly=readonly, timeout=timeout)
     face = buffer.config.get("face") or {}
     cls = FACES.get(face.get("class", "ReplayBuffer"))

@@ -18,6 +18,7 @@ import numpy as np
 
 from shmbuf import failures, streams
 from shmbuf._extension import native
+from shmbuf.edits import Edits
 from shmbuf.epochs import Epochs
 from shmbuf.errors import RingFull
 from shmbuf.priorities import as_priorities, bad_priority
@@ -31,7 +32,7 @@ _STATUS = native.STATUSES
 _OK = 0
 
 
-class Buffer(Trajectories, Epochs):
+class Buffer(Trajectories, Epochs, Edits):
     """One attachment of this process to one named buffer. Made by :meth:`create` and :meth:`attach`.
 
     Rows are mappings of key to array, nested like the schema: ``{"obs": a, "next": {"obs": b}}``; ``("next", "obs")`` as a
@@ -170,7 +171,39 @@ class Buffer(Trajectories, Epochs):
         if self.schema is None:
             return
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
-        t = self._call("clear", not empty_write_count, seconds_of(timeout))
+        self._clear(not empty_write_count, timeout).wait(left_of(timeout, since))
+
+    def _restart(
+        self, first_id: int, *, write_count: int, rows_total: int | None = None, timeout: float | None = None
+    ) -> None:
+        """`empty`, and the next row gets this id; for a checkpoint that is about to be loaded.
+
+        Args:
+            write_count, rows_total: what is counted on from; rows_total: rows ever stored, at least the present number.
+
+        Raises:
+            ValueError: ids never repeat, and first_id is below the next one, or became so by another's put meanwhile (then the
+            buffer is empty, and ids go on as after `empty`).
+        """
+        rows_total = max(write_count, 0 if rows_total is None else rows_total)
+        if not 0 <= first_id < 2**62 or not 0 <= write_count < 2**62 or rows_total >= 2**62:
+            raise ValueError(
+                f"first_id={first_id}, write_count={write_count}, rows_total={rows_total}: numbers below 2**62"
+            )
+        end = self._get("window")[2]
+        if first_id < end:
+            raise ValueError(f"first_id={first_id}: row ids never repeat, and the next one is {end}")
+        since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
+        ticket = self._clear(False, timeout, (first_id, write_count, rows_total))
+        ticket.wait(left_of(timeout, since))
+        ((_, began),) = ticket._native.pieces()
+        if began != first_id:
+            raise ValueError(f"first_id={first_id}: rows were put meanwhile, ids go on from {began}")
+
+    def _clear(
+        self, keep_write_count: bool, timeout: float | None, restart: tuple[int, int, int] | None = None
+    ) -> Ticket:
+        t = self._call("clear", keep_write_count, seconds_of(timeout), restart)
         ticket = Ticket(t, self, same_ids)
         if t.status != _OK:
             if _STATUS[t.status] in ("full", "timeout"):
@@ -179,7 +212,7 @@ class Buffer(Trajectories, Epochs):
                     f"{failures.held_up_text(self)}"
                 )
             failures.put_failed(self, _STATUS[t.status], ticket, seconds_of(timeout))
-        ticket.wait(left_of(timeout, since))
+        return ticket
 
     def drain(self) -> bool:
         """Move what the rings hold into the buffer now, unless somebody else is at it. True: at least one record moved."""

@@ -8,6 +8,7 @@ __all__ = [
     "BufferFormatError",
     "BufferInUse",
     "BufferNotFound",
+    "CheckpointError",
     "CommitInterrupted",
     "CommitPending",
     "ConcurrentUse",
@@ -96,3 +97,7 @@ class TooManyPins(ShmbufError, RuntimeError):
 
 class NotEnoughMemory(ShmbufError, MemoryError):
     """/dev/shm, the machine or the cgroup has less memory left than the buffer needs. Nothing is left behind."""
+
+
+class CheckpointError(ShmbufError, ValueError):
+    """A directory is no checkpoint, or a damaged one, or one that does not fit."""

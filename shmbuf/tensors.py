@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
@@ -54,6 +55,14 @@ def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # fake, functional, wrapped …
         pass
     raise SchemaError(f"key {show_key(key)}: got a {type(t).__name__} without memory of its own")
+
+
+def as_numpy(t: torch.Tensor) -> np.ndarray:
+    """A plain CPU tensor's memory; of dtypes that numpy lacks the raw bits, as the numpy level has them."""
+    raw = {"bfloat16": torch.uint16, "complex32": torch.uint32}.get(str(t.dtype).removeprefix("torch."))
+    if raw is None and str(t.dtype).startswith("torch.float8"):
+        raw = torch.uint8
+    return (t if raw is None else t.view(raw)).numpy()
 
 
 def stack(rows: list[Any]) -> TensorDictBase:

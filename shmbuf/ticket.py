@@ -116,7 +116,21 @@ class Ticket:
         raise StorageLost(f"the buffer was {status} while {self.rows:,} rows waited for their commit")
 
     def __repr__(self) -> str:
-        return f"Ticket({self.rows} rows, {'done' if self._native.done() else 'pending'})"
+        return f"{type(self).__name__}({self.rows} rows, {'done' if self._native.done() else 'pending'})"
+
+
+class EditTicket(Ticket):
+    """An edit that is in the ring. It will be made, whatever dies. ``wait`` gives bool[n]: where the row was still stored."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        super().wait(timeout)
+        return np.frombuffer(self._native.applied(), bool).copy()
+
+    def ids(self) -> np.ndarray:
+        """int64[0]: it stores no rows."""
+        return np.empty(0, np.int64)
 
 
 class Nothing:
@@ -135,3 +149,7 @@ class Nothing:
     @staticmethod
     def pieces() -> list:
         return []
+
+    @staticmethod
+    def applied() -> bytes:
+        return b""

@@ -21,7 +21,7 @@ _MOVED = 2  # looks that find no slice in a window that moves meanwhile, until t
 _NAP = 1e-3
 
 
-class Trajectory(NamedTuple):
+class TrajectorySpan(NamedTuple):
     """The stored part of a trajectory: the ids of its first and last row, and how many rows it has.
 
     head_missing: rows before ``first`` are overwritten, or were lost. ended: its last row says so.
@@ -213,23 +213,31 @@ class Trajectories(Reading):
 
     # ---- all of them --------------------------------------------------------------------------------------------
 
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self) -> list[TrajectorySpan]:
         """All that are stored now, by their last row. A row may be overwritten or added while they are listed."""
         if self.schema is None:
             return []
         self.require_trajectories()
         return list(self._found())
 
-    def _found(self) -> Iterator[Trajectory]:
+    def _found(self) -> Iterator[TrajectorySpan]:
         for end, first, rows, flags in zip(*self._call("trajectories"), strict=True):
-            yield Trajectory(first, end, rows, bool(flags & 1), bool(flags & 2))
+            yield TrajectorySpan(first, end, rows, bool(flags & 1), bool(flags & 2))
+
+    def listing(self) -> tuple[np.ndarray, np.ndarray]:
+        """All that are stored now, by their first rows: int64[m] the ids of their rows, one trajectory after another, oldest row first, and
+        int64[k] how many rows each has. Where a row is overwritten meanwhile, what stands before it in its trajectory may be any
+        row: whoever fetches them drops it."""
+        self.require_trajectories()
+        ids, offset, _ = self._call("list_trajectories")
+        return ids, np.diff(offset)
 
     def trajectory(self, end: int) -> np.ndarray:
         """int64[k]: the stored rows of a trajectory up to row ``end``, oldest first; empty if that is not stored (any more)."""
         self.require_trajectories()
         return np.asarray(self._call("trajectory", int(end)) if end >= 0 else [], np.int64)
 
-    def export(self) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
+    def export(self) -> Iterator[tuple[TrajectorySpan, dict[str, Any]]]:
         """Each stored trajectory and its rows, nested dicts of arrays [k, *shape]. Rows that are overwritten on the way are left
         out and ``head_missing``; trajectories that are overwritten whole, too."""
         if self.schema is None:

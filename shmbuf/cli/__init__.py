@@ -109,6 +109,13 @@ def _looking_commands(command: Any) -> None:
     p.add_argument("names", metavar="name", nargs="*", help="default: every buffer there is")
     p.add_argument("--serve", type=_port, metavar="PORT", help="serve them until Ctrl-C; 0: any free port")
     p.add_argument("--address", default="127.0.0.1", help="to serve on (default 127.0.0.1: this machine only)")
+    p = command("dump", "dumping", "save one buffer into a directory (a checkpoint) while others go on")
+    p.add_argument("name")
+    p.add_argument("path")
+    p.add_argument(
+        "--complete", action="store_true", help="keep every row: writers wait (otherwise the oldest may be left out)"
+    )
+    p.add_argument("--progress", action="store_true", help="a bar on stderr")
     p = command("plot", "plotting", "observe one buffer and draw its rates and the ages of sampled rows (PNG)")
     p.add_argument("name")
     p.add_argument("-o", "--output", metavar="FILE.png", required=True)

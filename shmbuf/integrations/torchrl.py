@@ -23,6 +23,7 @@ from shmbuf.buffer import Buffer
 from shmbuf.errors import SchemaError
 from shmbuf.samplers import Sampler
 from shmbuf.storage import ShmStorage
+from shmbuf.tensors import as_numpy, plain, tensor_leaves
 
 try:
     from torchrl.data import RoundRobinWriter, Storage, TensorDictRoundRobinWriter
@@ -99,7 +100,7 @@ class TorchRLStorage(Storage):
             RuntimeError: another process has written since the writer chose its slots: use `TorchRLWriter`.
         """
         if not set_cursor:
-            self.shm.edit(cursor, data)
+            self._edit(cursor, data)
             return
         went = self._append(data, single=isinstance(cursor, int)).tolist()
         chosen = [cursor] if isinstance(cursor, int) else torch.as_tensor(cursor).tolist()
@@ -108,6 +109,13 @@ class TorchRLStorage(Storage):
                 f"rows were stored from index {went[0]} on, the writer had chosen {chosen[0]}: buffer {self.name!r} has other "
                 "writers too. Give the replay buffer writer=TorchRLWriter()"
             )
+
+    def _edit(self, index: Any, data: Any) -> None:
+        slots = np.arange(len(self), dtype=np.int64)[index.cpu().numpy() if isinstance(index, torch.Tensor) else index].reshape(-1)
+        rows = data if data.batch_dims else data.unsqueeze(0)
+        known = {*self.shm.schema().keys}
+        leaves = {k: as_numpy(plain(k, t)) for k, t in tensor_leaves(rows).items() if k in known or k != ("index",)}
+        self.buffer.edit(self.buffer.ids_of(slots), leaves)
 
     def _append(self, data: Any, single: bool, timeout: float | None = None) -> torch.Tensor:
         if not is_tensor_collection(data):

@@ -81,7 +81,7 @@ class Auditor {
     for (int tries = 0; tries < 1000 && !read_block(s_, b, nullptr, 0); ++tries) {}
     const Window w = window(s_);
     rows = w.hi - w.live_lo;
-    if (reserve < cursor && cursor != base) wrong(  // an emptying moves the cursor on alone
+    if (reserve < cursor && cursor > base) wrong(  // an emptying moves the cursor on alone
         text("cursor: ", cursor, " is beyond reserve ", reserve));
     if (base > cursor) wrong_at_rest(text("base: ", base, " is beyond the cursor ", cursor));
     if (b.cursor < cursor) wrong(text("cursor: ", cursor, " is beyond the committed one, ", b.cursor));
@@ -91,6 +91,9 @@ class Auditor {
     const u64 done = load(c_.done_seq, acquire), plan = load(c_.plan_seq, acquire), later = load(c_.commit_seq, acquire);
     if (done > later) wrong(text("done_seq: ", done, " is beyond commit_seq ", later));
     if (plan > later + 1) wrong(text("plan_seq: ", plan, " is beyond the one after commit_seq ", later));
+    u64 odd = load(c_.edit_word, acquire) & 1;
+    for (u32 &stripe : s_.edits().stripe) odd += load(stripe, acquire) & 1;
+    if (odd) wrong_at_rest(text("edits: ", odd, " counters are odd, and nobody edits"));
     if (done + 1 < seq) wrong_at_rest(text("done_seq: ", done, " beside commit_seq ", seq));
     if (b.seq != seq) wrong_at_rest(text("commit block: seq ", b.seq, ", commit_seq ", seq));
     if (done == seq && cursor != b.cursor) wrong_at_rest(text("cursor: ", cursor, ", committed ", b.cursor, ", nothing in progress"));

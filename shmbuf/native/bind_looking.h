@@ -48,6 +48,7 @@ nb::dict counters(const H &h) {
   Window w = h->ready() ? window(s) : Window{0, 0, 0};
   d["size"] = w.hi - w.live_lo, d["first_id"] = w.live_lo, d["end_id"] = w.hi, d["reserve"] = load(c.reserve, relaxed);
   d["rows_total"] = b.rows_total, d["write_count"] = b.write_count, d["skipped_rows"] = b.skipped_total;
+  d["edited_rows"] = b.edited_rows, d["stale_edits"] = b.stale_edits;
   d["clears"] = b.clears, d["malformed_records"] = b.malformed;
   d["put_rows"] = put, d["dropped_rows"] = dropped, d["refused_rows"] = refused, d["blocked_seconds"] = double(blocked) * 1e-9;
   d["transactions"] = load(c.transactions, relaxed), d["takeovers"] = load(c.takeovers, relaxed);

@@ -105,14 +105,37 @@ std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle 
   return out;
 }
 
-Ticket clear(const H &h, bool keep_write_count, double timeout) {
+// ids: u64[n]. spans: (offset, bytes) inside the row; addresses: of packed new values, one for each span.
+Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std::vector<u64> &addresses, u64 ids, u64 n, double timeout, bool wake) {
+  Handle::Use use(*h);
+  std::vector<Column> columns;
+  for (size_t i = 0; i < spans.size(); ++i)
+    if (spans[i].second) columns.push_back({spans[i].first, spans[i].second, reinterpret_cast<const u8 *>(addresses.at(i)), i64(spans[i].second)});
+  Ticket t{h, nullptr, Status::ok};
+  if (columns.empty() || !n) return t;
+  const u64 deadline = deadline_in(timeout);
+  Patience patience{h};
+  {
+    nb::gil_scoped_release r;
+    t.status = h->edit(columns.data(), u32(columns.size()), reinterpret_cast<const u64 *>(ids), n, deadline, wake, t.state, [&] { return patience(); });
+  }
+  if (t.status == Status::interrupted) {
+    if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();
+    PyErr_Clear();  // as put_columns
+  }
+  return t;
+}
+// restart: (first id, write_count, rows_total) of a checkpoint that is to be loaded.
+Ticket clear(const H &h, bool keep_write_count, double timeout, std::optional<std::tuple<u64, u64, u64>> restart) {
   Handle::Use use(*h);
   Ticket t{h, nullptr, Status::ok};
   u64 deadline = deadline_in(timeout);
   {
     nb::gil_scoped_release r;
     Patience patience{h};
-    t.status = h->clear(keep_write_count ? u32(kKeepWriteCount) : 0u, deadline, t.state, [&] { return patience(); });
+    Producer::Restart at;
+    if (restart) std::tie(at.first_id, at.write_count, at.rows_total) = *restart;
+    t.status = h->clear((keep_write_count ? u32(kKeepWriteCount) : 0u) | (restart ? u32(kRestart) : 0u), at, deadline, t.state, [&] { return patience(); });
   }
   if (t.status == Status::interrupted) throw nb::python_error();
   return t;

@@ -256,13 +256,34 @@ std::vector<u64> trajectory(const H &h, u64 end) {
   return out;
 }
 
+template <class As, class T> nb::object as_array(std::vector<T> &&v) {
+  auto *kept = new std::vector<T>(std::move(v));
+  nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, As, nb::ndim<1>>(reinterpret_cast<As *>(kept->data()), {kept->size()}, owner));
+}
+// All live trajectories by their first rows: ids int64[m] one after another, offsets int64[n + 1], flags uint8[n].
+nb::tuple list_trajectories(const H &h) {
+  Reader use(*h);
+  require_there(h);
+  Links::Listing l;
+  if (h->ready() && h->segment().links) {
+    Ungil gil(true);
+    const Window w = window(h->segment());
+    l = Links(h->segment().links, h->segment().capacity).list(w.lo, w.hi);
+    fence(acquire);  // before the next look at `reserve`, as G2
+  }
+  if (l.offset.empty()) l.offset.push_back(0);
+  return nb::make_tuple(as_array<i64>(std::move(l.ids)), as_array<i64>(std::move(l.offset)), as_array<u8>(std::move(l.flags)));
+}
+
 // A pin from the moment it is made: whoever is interrupted anywhere lets it go with the last reference.
 struct PinHold {
   H handle;
   u32 index;
-  u64 first_id;
+  u64 first_id, end_id;
+  std::vector<u32> stripes;
   std::atomic<bool> held{true};
-  PinHold(H h, u32 i, u64 lo) : handle(std::move(h)), index(i), first_id(lo) {}
+  PinHold(H h, u32 i, u64 lo, u64 hi) : handle(std::move(h)), index(i), first_id(lo), end_id(hi), stripes(handle->edit_stripes()) {}
   ~PinHold() { release(); }
   void release() {
     if (!held.exchange(false)) return;
@@ -276,7 +297,7 @@ struct PinHold {
     if (!held) return false;
     try {
       Handle::Use use(*handle);
-      return handle->pin_valid(index, first_id);
+      return handle->pin_valid(index, first_id) && handle->unedited(stripes, first_id, end_id);
     } catch (const Gone &) {
       return false;
     }
@@ -289,7 +310,7 @@ nb::tuple pin(const H &h, u64 first_id, double seconds) {
   u32 index = 0;
   const Status s = h->pin(first_id, deadline_in(seconds), lo, hi, index);
   if (s != Status::ok) return nb::make_tuple(int(s), lo, hi, nb::none());
-  return nb::make_tuple(int(s), lo, hi, std::make_shared<PinHold>(h, index, lo));
+  return nb::make_tuple(int(s), lo, hi, std::make_shared<PinHold>(h, index, lo, hi));
 }
 // All rows, slot after slot, as bytes that nobody may write; unmapped when the last array over them goes.
 nb::object map_rows(const H &h) {
@@ -355,9 +376,20 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
         return h->sampling().share_epoch(which, options);
       }, "which"_a, "options"_a)
+      .def("epoch_word", [](const H &h, u32 which, std::optional<std::pair<u64, u64>> set) {  // of a checkpoint
+        Reader use(*h);
+        if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
+        Pair &word = h->segment().control().epochs[which].word;
+        for (;;) {
+          Pair was{load(word.low, acquire), load(word.high, acquire)};
+          if (load(word.low, relaxed) != was.low) continue;
+          if (!set || compare_exchange(word, was, Pair{set->first, set->second})) return std::make_pair(was.low, was.high);
+        }
+      }, "which"_a, "set"_a.none() = nb::none())
       .def("claim", &claim, "own"_a.none(), "which"_a, "n"_a, "seed"_a, "shuffle"_a, "drop_last"_a, "consume"_a, "repeat"_a, "ids"_a, "of"_a.none() = nb::none())
       .def("trajectories", &trajectories)
       .def("trajectory", &trajectory, "end"_a)
+      .def("list_trajectories", &list_trajectories)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
       .def("pin", &pin, "first_id"_a, "seconds"_a)
       .def("map_rows", &map_rows)

@@ -6,6 +6,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -97,6 +99,9 @@ struct Ticket {
         out.append(nb::make_tuple(p.n, p.first >= kDropped ? nb::none() : nb::cast(p.first)));
       }
     return out;
+  }
+  nb::bytes applied() const {  // of an edit, once it is committed: a byte for each row, 1 if it was still there
+    return state ? bytes_of(state->applied.data(), state->applied.size()) : nb::bytes("", 0);
   }
   u64 rows() const {
     u64 n = 0;

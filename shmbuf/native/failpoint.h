@@ -18,7 +18,8 @@ inline constexpr const char *kNames[] = {
     "slot_closing",   "close_drained", "txn_evicted",     "txn_linked",     "tree_kept",     "tree_leaf_read",
     "tree_leaves_set", "tree_children_read", "tree_level_done", "link_evicted", "link_counted", "link_cleared", "link_bits", "link_stream", "link_settled", "link_chained",
     "link_joined", "link_recycling", "link_recycled", "link_claimed", "limiter_ticket",
-    "limiter_filled", "limiter_taken", "epoch_claimed", "event_filled", "pin_locked", "pin_stored", "pin_checked", "pin_released", "pin_swept", "pin_revoked", "pin_blocked"};
+    "limiter_filled", "limiter_taken", "epoch_claimed", "event_filled", "pin_locked", "pin_stored", "pin_checked", "pin_released", "pin_swept", "pin_revoked", "pin_blocked",
+    "edit_planned", "edit_raised", "edit_half", "edit_settled"};
 
 enum class Action { none, kill, stop, sleep };
 struct State {

@@ -4,7 +4,7 @@
 //   G1  window: cursor.load(acquire), then base, then reserve        [pairs with publish() in transaction.h]
 //   G2  copy; fence(acquire); reserve.load: id + N < reserve → rejected   [pairs with T1's store and fence; models/reserve.c]
 #pragma once
-#include "layout.h"
+#include "edits.h"
 #include "random.h"
 #include <algorithm>
 #include <system_error>
@@ -83,9 +83,54 @@ class Gather {
   }
   bool still(u64 id) const { return id + s_.capacity >= load(s_.control().reserve, relaxed); }
   bool copy_valid(u64 id, u64 j) const {
+    const u64 word = load(s_.control().edit_word, acquire);
     copy_row(id, j);
-    fence(acquire);  // G2
-    return still(id);
+    fence(acquire);  // G2, E3
+    return still(id) && (unmoved(word) || copy_edited(id, j));
+  }
+  bool unmoved(u64 word) const { return !(word & 1) && load(s_.control().edit_word, relaxed) == word; }
+  // E3, of a row that may have been copied while it was edited. False: overwritten, or edited anew on every try.
+  bool copy_edited(u64 id, u64 j) const {
+    constexpr int kSpins = 200, kTries = 100'000;
+    for (int tries = 0; tries < kTries; ++tries) {
+      const u32 &stripe = stripe_of(s_, id), before = load(stripe, acquire);
+      const u64 seq = load(s_.control().commit_seq, acquire);
+      if (before & 1) {
+        if (tries < kSpins) {
+          std::this_thread::yield();
+          continue;
+        }
+        if (!copy_as_it_will_be(id, j, seq)) continue;
+      } else {
+        copy_row(id, j);
+      }
+      fence(acquire);
+      if (load(stripe, relaxed) == before && (!(before & 1) || load(s_.control().commit_seq, relaxed) == seq)) return still(id);
+    }
+    return false;
+  }
+  // E4. False: the writer went on meanwhile.
+  bool copy_as_it_will_be(u64 id, u64 j, u64 seq) const {
+    copy_row(id, j);
+    if (load(s_.control().plan_seq, acquire) != seq + 1) return true;  // committed: its bytes are all there
+    const CommitBlock &now = s_.block(seq), &next = s_.block(seq + 1);
+    const u32 i = load(next.start, relaxed);
+    if (load(next.kind, relaxed) != kPlanEdit || i >= s_.n_slots()) return false;
+    const u64 at = i < load(now.n_slots, relaxed) ? load(now.slot[i].head, relaxed) : 0;
+    const Record &r = record_at(s_.ring(i), s_.ring_bytes, at);
+    if (!well_formed(r, s_.ring_bytes, s_.ring_bytes, s_.row_bytes) || r.kind != kEdit) return false;
+    EditRecord e(s_.ring(i), s_.ring_bytes, at, r);
+    if (!e.sound(s_.row_bytes)) return false;
+    for (u64 k = 0; k < e.n; ++k) {
+      if (e.id(k) != id) continue;
+      e.each_span(k, [&](u64 offset, u64 from, u64 bytes) {
+        for (u32 c = 0; c < n_columns_; ++c) {
+          const u64 lo = std::max(offset, columns_[c].offset), hi = std::min(offset + bytes, columns_[c].offset + columns_[c].bytes);
+          if (lo < hi) e.read(columns_[c].data + j * columns_[c].bytes + (lo - columns_[c].offset), from + (lo - offset), hi - lo);
+        }
+      });
+    }
+    return true;
   }
   // Copy all; rejected(j) decides about each row that was overwritten meanwhile. Stops when it says false.
   template <class Rejected> u64 copy(u64 n, const u64 *ids, Rejected rejected, const u8 *wanted = nullptr) const {
@@ -93,14 +138,16 @@ class Gather {
     for (u64 b = 0; b < n; b += kBlock) {
       u64 e = b + kBlock < n ? b + kBlock : n;
       u64 r = load(s_.control().reserve, relaxed);
+      const u64 word = load(s_.control().edit_word, acquire);
       for (u64 j = b; j < e; ++j) {
         if (j + kAhead < n) prefetch(ids[j + kAhead]);
         if ((!wanted || wanted[j] == kWanted) && ids[j] + s_.capacity >= r) copy_row(ids[j], j);
       }
-      fence(acquire);  // G2
+      fence(acquire);  // G2, E3
       r = load(s_.control().reserve, relaxed);
+      const bool edited = !unmoved(word);
       for (u64 j = b; j < e; ++j)
-        if ((!wanted || wanted[j] == kWanted) && ids[j] + s_.capacity < r)
+        if ((!wanted || wanted[j] == kWanted) && (ids[j] + s_.capacity < r || (edited && !copy_edited(ids[j], j))))
           if (!rejected(j)) return j;
     }
     return n;

@@ -21,8 +21,10 @@ struct Gone { Status why; };  // thrown by Use
 
 // The records of one put and, once committed, their first ids.
 struct TicketState {
-  struct Piece { u64 at, end, n, first; };
+  struct Piece { u64 at, end, n, first; };  // first: of an edit, how many of its rows were still there
   std::vector<Piece> pieces;
+  std::vector<u8> applied;  // an edit's, row by row
+  bool edits = false;
   u64 asked = 0;            // rows that were to be put
   u32 asked_pieces = 1;     // records they make
   bool resolved = false;
@@ -197,7 +199,38 @@ class Handle {
     }
     return Status::ok;
   }
-  template <class Check> Status clear(u32 flags, u64 deadline, std::shared_ptr<TicketState> &ticket, Check check) {
+  // New bytes of the rows ids[0, n): the columns' offsets and bytes are the spans of a row.
+  template <class Check>
+  Status edit(const Column *columns, u32 n_columns, const u64 *ids, u64 n_rows, u64 deadline, bool wake, std::shared_ptr<TicketState> &ticket, Check check) {
+    Putting mine(*this);
+    if (!mine) return Status::concurrent;
+    if (Status s = open_producer(); s != Status::ok) return s;
+    ticket = std::make_shared<TicketState>();
+    u64 width = 0;
+    for (u32 c = 0; c < n_columns; ++c) width += columns[c].bytes;
+    const u64 most = producer_.max_rows_per_edit(n_columns, width);
+    if (!most) return Status::never;
+    ticket->edits = true, ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most), ticket->applied.reserve(n_rows);
+    for (u64 from = 0; from < n_rows;) {
+      const u64 n = std::min(most, n_rows - from), need = edit_bytes(n, n_columns, width);
+      if (destroyed()) return Status::destroyed;
+      if (!producer_.has_room(need))
+        if (Status s = make_room(need, Full::block, deadline, check); s != Status::ok) {
+          ticket->asked_pieces = u32(ticket->pieces.size());
+          return s;
+        }
+      harvest(need);
+      const u64 at = producer_.tail(), end = producer_.publish_edit(columns, n_columns, width, ids, from, n);
+      remember(ticket, {at, end, n, kPending});
+      from += n;
+    }
+    if (wake) {
+      fence(seq_cst);  // as put()
+      wake_if_armed(s_.control().writer_wait);
+    }
+    return Status::ok;
+  }
+  template <class Check> Status clear(u32 flags, const Producer::Restart &restart, u64 deadline, std::shared_ptr<TicketState> &ticket, Check check) {
     Putting mine(*this);
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
@@ -218,10 +251,11 @@ class Handle {
       nap(200'000);
     }
     ticket = std::make_shared<TicketState>();
-    if (!producer_.has_room(sizeof(Record)))
-      if (Status s = make_room(sizeof(Record), Full::block, deadline, check); s != Status::ok) return s;
-    harvest(sizeof(Record));
-    u64 at = producer_.tail(), end = producer_.publish_clear(flags);
+    const u64 need = clear_bytes(flags);
+    if (!producer_.has_room(need))
+      if (Status s = make_room(need, Full::block, deadline, check); s != Status::ok) return s;
+    harvest(need);
+    u64 at = producer_.tail(), end = producer_.publish_clear(flags, restart);
     remember(ticket, {at, end, 0, kPending});
     return Status::ok;
   }
@@ -259,7 +293,7 @@ class Handle {
     if (t.resolved) return true;
     if (slot_ < 0 || load(s_.slot(u32(slot_)).head_pub, acquire) < t.pieces.back().end) return false;
     for (auto &p : t.pieces)
-      if (p.first == kPending) p.first = producer_.result(p.at);
+      if (p.first == kPending) learn(t, p);
     return t.resolved = true;
   }
 
@@ -343,6 +377,20 @@ class Handle {
     return Status::lapped;
   }
   bool pin_valid(u32 index, u64 lo) const { return Pins(s_, lock_fd_, nullptr).valid(index, lo); }
+  // The counters of edits as they are: a pinned row whose stripe is odd, or another one later, may be half new where it lies.
+  std::vector<u32> edit_stripes() const {
+    std::vector<u32> out(EditTable::kStripes);
+    for (u32 i = 0; i < out.size(); ++i) out[i] = load(s_.edits().stripe[i], acquire);
+    return out;
+  }
+  bool unedited(const std::vector<u32> &before, u64 lo, u64 hi) const {
+    fence(acquire);
+    auto same = [&](u64 i) { return !(before[i] & 1) && load(s_.edits().stripe[i], relaxed) == before[i]; };
+    if (hi - lo >= EditTable::kStripes || s_.capacity < hi - lo) lo = 0, hi = EditTable::kStripes;
+    for (u64 id = lo; id < hi; ++id)
+      if (!same(hi - lo >= EditTable::kStripes ? id : id % s_.capacity % EditTable::kStripes)) return false;
+    return true;
+  }
   void unpin(u32 index) {
     Pins(s_, lock_fd_, &role_.pin_flags).drop(index);
     fence(seq_cst);  // pairs with the sleepers' arm; fence; look again
@@ -518,11 +566,17 @@ class Handle {
       auto &o = outstanding_.front();
       if (o.ticket.use_count() > 1) {
         auto &p = o.ticket->pieces[o.piece];
-        if (p.first == kPending) p.first = producer_.result(p.at);
+        if (p.first == kPending) learn(*o.ticket, p);
         if (o.piece + 1 == o.ticket->asked_pieces) o.ticket->resolved = true;  // the last one
       }
       outstanding_.pop_front();
     }
+  }
+  void learn(TicketState &t, TicketState::Piece &p) {  // of a committed record, whose bytes are still there; in order
+    p.first = producer_.result(p.at);
+    if (!t.edits) return;
+    const EditRecord e(producer_.ring(), producer_.size(), p.at, record_at(const_cast<u8 *>(producer_.ring()), producer_.size(), p.at));
+    for (u64 j = 0; j < p.n; ++j) t.applied.push_back(e.id(j) != EditRecord::kStale);
   }
   void settle_tickets() {
     for (auto &o : outstanding_) resolve(*o.ticket);

@@ -5,7 +5,8 @@
 //   4 KiB    Control     4 KiB   hot words: commit_seq, reserve, cursor, wait words …
 //   8 KiB    Journal     4 KiB   who died, how fast rows come, how old those drawn are: for people, nothing depends on it
 //   12 KiB   PinTable    4 KiB   rows that must stay where they are
-//   16 KiB   config blob         msgpack: how to rebuild the handle (class, batch size, sampler …)
+//   16 KiB   EditTable   4 KiB   which rows are being changed where they lie
+//   20 KiB   config blob         msgpack: how to rebuild the handle (class, batch size, sampler …)
 //   …        Member[max_members] who is attached, for people to read
 //   …        Slot[max_collectors] one ring's words and its owner
 //   …        CommitBlock[2]      the plan and the truth, selected by commit_seq & 1
@@ -22,7 +23,7 @@
 namespace shmbuf {
 
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
-inline constexpr u32 kVersionMajor = 2, kVersionMinor = 0;
+inline constexpr u32 kVersionMajor = 3, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
 
@@ -85,6 +86,7 @@ struct Control {
   alignas(128) u64 reserve;       // ids below it may be being written; never goes back     writer
   alignas(128) u64 base;          // first live id; stored before cursor                    writer
   u64 cursor;                     // ids below it are committed                             writer
+  alignas(128) u64 edit_word;     // odd while an edit is being applied (edits.h)             writer
   alignas(128) u32 state;         // State                                                  builder
   u32 ready_wait;                 // futex: waits for the schema                            waiters, builder
   u32 destroyed;                  // bits of Destroyed; every put and every wait looks       destroyer
@@ -148,6 +150,11 @@ struct PinTable {
   Pin pin[kPins];
 };
 static_assert(sizeof(PinTable) <= kPage);
+struct EditTable {                // by slot: odd while a row of the stripe may be half new     writer
+  static constexpr u32 kStripes = 1024;
+  alignas(128) u32 stripe[kStripes];
+};
+static_assert(sizeof(EditTable) == kPage);
 enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kBuried = 1u << 31 };
 enum Waits : u32 { kNothing = 0, kForRows, kForSchema, kForRoom, kForCommit, kForLimiter };
 // word = incarnation << 8 | SlotState. Whoever changes it holds the lock byte.
@@ -177,7 +184,7 @@ struct Slot {
 static_assert(sizeof(Slot) == 512);
 
 // ---- plan and truth --------------------------------------------------------------------------------------------
-enum PlanKind : u32 { kPlanRows = 1, kPlanClear = 2 };
+enum PlanKind : u32 { kPlanRows = 1, kPlanClear = 2, kPlanEdit = 3 };
 struct BlockSlot {
   u64 head;                       // everything before it has been consumed
   u64 rows_end;                   // of this transaction: records from skip_to to here are stored; then, up to head, damage
@@ -190,18 +197,20 @@ struct CommitBlock {
   u64 rows_total, write_count;    // rows ever stored; since the last emptying that reset it
   u64 skipped_total, clears, malformed;
   u32 kind, start, n_slots, next_start;  // rings are taken in the order start, start + 1, … (mod n_slots)
-  u8 pad_[128 - 64 - 16];
+  u64 edited_rows, stale_edits;   // rows changed where they lay; whose row had been overwritten before
+  u8 pad_[128 - 64 - 16 - 16];
   BlockSlot slot[];               // max_collectors
 };
 static_assert(sizeof(CommitBlock) == 128);
 
 // ---- ring record -----------------------------------------------------------------------------------------------
-enum RecordKind : u32 { kRows = 1, kClear = 2 };
+enum RecordKind : u32 { kRows = 1, kClear = 2, kEdit = 3 };
 enum RecordFlags : u32 {
   kKeepWriteCount = 1,            // CLEAR: empty(empty_write_count=False)
+  kRestart = 8,                   // CLEAR: followed by {first id, write_count, rows_total, 0}: a checkpoint is to be loaded
   kStreams = 2, kLeaves = 4,      // ROWS: after the rows, a u64 each (its stream); then a float each (its priority's leaf)
 };
-struct Record {                   // followed by n_rows × row_bytes; a multiple of 32 bytes, so a header never straddles the end
+struct Record {                   // followed by n_rows × row_bytes (an EDIT: see edits.h); a multiple of 32 bytes, so a header never straddles the end
   u64 bytes;                      // of the whole record
   u32 kind, flags;
   u64 n_rows;
@@ -216,6 +225,11 @@ constexpr u64 record_bytes(u64 n_rows, u64 row_bytes, u32 flags) {
   return align_up(sizeof(Record) + n_rows * row_share(row_bytes, flags), kRecordAlign);
 }
 
+struct Span { u32 offset, bytes; };  // inside the row
+inline constexpr u32 kMaxSpans = 4096;
+constexpr u64 edit_bytes(u64 n, u64 spans, u64 width) { return align_up(sizeof(Record) + spans * sizeof(Span) + n * (8 + width), kRecordAlign); }
+constexpr u64 clear_bytes(u32 flags) { return sizeof(Record) + (flags & kRestart ? kRecordAlign : 0); }
+
 // ---- the mapped segment ----------------------------------------------------------------------------------------
 struct Segment {                  // addresses in this process; built by attach (handle.h), valid while mapped
   u8 *map = nullptr;
@@ -225,6 +239,7 @@ struct Segment {                  // addresses in this process; built by attach 
   Control &control() const { return *reinterpret_cast<Control *>(map + header().control_offset); }
   Journal &journal() const { return *reinterpret_cast<Journal *>(map + header().control_offset + kPage); }
   PinTable &pins() const { return *reinterpret_cast<PinTable *>(map + header().control_offset + 2 * kPage); }
+  EditTable &edits() const { return *reinterpret_cast<EditTable *>(map + header().control_offset + 3 * kPage); }
   Member &member(u32 i) const { return reinterpret_cast<Member *>(map + header().members_offset)[i]; }
   Slot &slot(u32 i) const { return reinterpret_cast<Slot *>(map + header().slots_offset)[i]; }
   CommitBlock &block(u64 seq) const {

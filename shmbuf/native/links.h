@@ -24,6 +24,7 @@
 #include "layout.h"
 #include <algorithm>
 #include <bit>
+#include <vector>
 
 namespace shmbuf {
 
@@ -354,6 +355,39 @@ class Links {
     u64 from = lo % capacity_;
     ends_.each(from, capacity_, found);
     ends_.each(0, from, found);
+  }
+  struct Listing {
+    std::vector<u64> ids, offset;  // trajectory k: ids[offset[k]] to ids[offset[k + 1] - 1], oldest first
+    std::vector<u8> flags;         // 1: its beginning is gone, 2: it has ended
+  };
+  // All trajectories in the window, by their first rows. A row that is overwritten meanwhile may lead astray, but only to what stands
+  // before it here: whoever finds it gone drops that too.
+  Listing list(u64 lo, u64 hi) const {
+    struct Piece { u64 first, at, rows; };  // back[at] is its last row
+    std::vector<u64> ends, back;
+    std::vector<Piece> pieces;
+    for_each_end(lo, hi, [&](u64 id) { ends.push_back(id); });
+    std::sort(ends.begin(), ends.end());
+    ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+    back.reserve(hi - lo), pieces.reserve(ends.size());
+    for (u64 end : ends) {
+      if (back.size() > 2 * (hi - lo)) break;  // only of damaged links
+      Piece p{end, back.size(), 0};
+      Row r = row(end);
+      do back.push_back(p.first = r.id), ++p.rows;
+      while (to_previous(r, lo));
+      pieces.push_back(p);
+    }
+    std::sort(pieces.begin(), pieces.end(), [](const Piece &a, const Piece &b) { return a.first < b.first; });
+    Listing out;
+    out.ids.reserve(back.size()), out.offset.reserve(pieces.size() + 1), out.flags.reserve(pieces.size());
+    for (const Piece &p : pieces) {
+      out.offset.push_back(out.ids.size());
+      out.flags.push_back(u8((step(p.first) || flags(p.first) & Link::kHeadMissing) | (flags(back[p.at]) & Link::kEnd ? 2 : 0)));
+      for (u64 j = p.rows; j-- > 0;) out.ids.push_back(back[p.at + j]);
+    }
+    out.offset.push_back(out.ids.size());
+    return out;
   }
 
  private:

@@ -32,7 +32,9 @@ inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<
 // A record that this build of the layout could have written; anything else means damaged memory. `room`: bytes up to the tail.
 inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes) {
   if (r.bytes > room || r.bytes < sizeof(Record) || r.bytes > ring_bytes / 2) return false;
-  if (r.kind == kClear) return r.bytes == sizeof(Record);
+  if (r.kind == kClear) return r.bytes == clear_bytes(r.flags);
+  if (r.kind == kEdit)  // edits.h looks at the rest
+    return r.flags >= 1 && r.flags <= kMaxSpans && r.n_rows >= 1 && r.n_rows <= ring_bytes / 8 && r.bytes > sizeof(Record) + r.flags * 8 + r.n_rows * 8;
   return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves)) &&
          r.bytes == record_bytes(r.n_rows, row_bytes, r.flags);
 }
@@ -78,10 +80,34 @@ class Producer {
     bump(slot_->put_rows, n);                // before tail: a kill in between counts rows that were never put, not the reverse
     return publish(bytes);
   }
-  u64 publish_clear(u32 flags) {
-    write_header({sizeof(Record), kClear, flags, 0, kPending});
-    store(slot_->clear_to, tail_ + sizeof(Record), relaxed);
-    return publish(sizeof(Record));
+  struct Restart { u64 first_id = 0, write_count = 0, rows_total = 0, unused = 0; };
+  u64 publish_clear(u32 flags, const Restart &restart) {
+    const u64 bytes = clear_bytes(flags);
+    write_header({bytes, kClear, flags, 0, kPending});
+    if (flags & kRestart) ring_write(ring_, size_, tail_ + sizeof(Record), &restart, sizeof restart);
+    store(slot_->clear_to, tail_ + bytes, relaxed);
+    return publish(bytes);
+  }
+  u64 max_rows_per_edit(u64 spans, u64 width) const {
+    const u64 fixed = sizeof(Record) + spans * sizeof(Span) + kRecordAlign;
+    return fixed > size_ / 2 ? 0 : (size_ / 2 - fixed) / (8 + width);
+  }
+  // New bytes of the rows ids[from, from + n): the columns' offsets and bytes are the spans. Call only after has_room(edit_bytes(…)).
+  u64 publish_edit(const Column *columns, u32 n_columns, u64 width, const u64 *ids, u64 from, u64 n) {
+    const u64 bytes = edit_bytes(n, n_columns, width);
+    write_header({bytes, kEdit, n_columns, n, kPending});
+    u64 at = tail_ + sizeof(Record);
+    for (u32 c = 0; c < n_columns; ++c, at += sizeof(Span)) {
+      const Span s{u32(columns[c].offset), u32(columns[c].bytes)};
+      ring_write(ring_, size_, at, &s, sizeof s);
+    }
+    ring_write(ring_, size_, at, ids + from, n * 8);
+    at += n * 8;
+    for (u64 j = from; j < from + n; ++j)
+      for (u32 c = 0; c < n_columns; ++c) ring_write(ring_, size_, at, source(columns[c], j), columns[c].bytes), at += columns[c].bytes;
+    FAILPOINT(ring_copied);
+    store(slot_->clear_to, tail_ + bytes, relaxed);  // neither it nor what comes before it waits for the limiter
+    return publish(bytes);
   }
   // drop_oldest: the first record boundary that leaves room for `need`, passing ROWS only; the present head if there is none.
   u64 skip_target(u64 need) {
@@ -93,6 +119,7 @@ class Producer {
     }
     return at;
   }
+  const u8 *ring() const { return ring_; }
   u64 result(u64 at) const { return load(record_at(ring_, size_, at).result, relaxed); }  // after head_pub has passed it (R1)
 
  private:

@@ -35,7 +35,7 @@ struct ConfigLayout {
   u64 control, config, members, slots, blocks, block_bytes, bytes;
   ConfigLayout(u32 max_collectors, u32 max_members, u64 config_bytes) {
     control = kPage;
-    config = control + 3 * kPage;  // then journal and pins
+    config = control + 4 * kPage;  // then journal, pins and edits
     members = align_up(config + config_bytes, kPage);
     slots = members + u64(max_members) * sizeof(Member);
     blocks = align_up(slots + u64(max_collectors) * sizeof(Slot), kPage);

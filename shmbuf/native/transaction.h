@@ -15,6 +15,7 @@
 // Before T4 nothing moved: a successor finds the sealed plan, the same ring bytes (head_pub ≤ committed head always) and
 // writes the same rows to the same ids. After T4 only T5…T7 are left. tests/models/txn.pml has every interleaving.
 #pragma once
+#include "edits.h"
 #include "links.h"
 #include "pins.h"
 #include "priority_tree.h"
@@ -61,7 +62,8 @@ class Writer {
       store(c_.plan_seq, seq + 1, release);  // sealed
       FAILPOINT(plan_sealed);
     }
-    if (next.kind != kPlanRows) run_clear(now, next);
+    if (next.kind == kPlanEdit) run_edit(now, next);
+    else if (next.kind != kPlanRows) run_clear(now, next);
     else if (!run_rows(now, next)) return false;
     FAILPOINT(txn_results);
     store(c_.commit_seq, seq + 1, release);  // T4
@@ -143,10 +145,10 @@ class Writer {
       u64 before = at;
       while (intact && at != tail) {
         const Record &r = record(i, at);
-        if (!(intact = well_formed(r, at, tail))) break;
-        if (r.kind == kClear) {
-          if (!any) return plan_clear(now, next, i, at, r.flags);
-          next.next_start = i, full = true;  // a CLEAR is a transaction alone: the next one begins here
+        if (!(intact = well_formed(r, at, tail) && (r.kind != kEdit || edit(i, at).sound(s_.row_bytes)))) break;
+        if (r.kind != kRows) {
+          if (!any) return r.kind == kClear ? plan_clear(now, next, i, at, r) : plan_edit(now, next, i, at, r);
+          next.next_start = i, full = true;  // a CLEAR or an EDIT is a transaction alone: the next one begins here
           break;
         }
         if (!asked) admitted = Limiter(c_.limiter).admit(now.rows_total), asked = true;  // L1
@@ -186,12 +188,29 @@ class Writer {
     if (rows) FAILPOINT(skip_planned);
     return rows != 0;
   }
-  bool plan_clear(const CommitBlock &now, CommitBlock &next, u32 i, u64 at, u32 flags) {
+  EditRecord edit(u32 i, u64 at) const { return {s_.ring(i), s_.ring_bytes, at, record(i, at)}; }
+  bool plan_edit(const CommitBlock &now, CommitBlock &next, u32 i, u64 at, const Record &r) {
+    next.kind = kPlanEdit;
+    const EditRecord e = edit(i, at);
+    for (u64 j = 0; j < e.n; ++j) ++(is_live(now, s_.capacity, e.id(j)) ? next.edited_rows : next.stale_edits);
+    next.slot[i].head = next.slot[i].rows_end = at + r.bytes;
+    next.start = i, next.next_start = i + 1;
+    FAILPOINT(edit_planned);
+    return true;
+  }
+  bool plan_clear(const CommitBlock &now, CommitBlock &next, u32 i, u64 at, const Record &r) {
     next.kind = kPlanClear;
-    store(next.cursor, align_up(now.cursor, s_.capacity), relaxed), next.base = next.cursor;  // ids never repeat, indices start again at 0
-    if (!(flags & kKeepWriteCount)) next.write_count = 0;
+    u64 first = align_up(now.cursor, s_.capacity);  // ids never repeat, indices start again at 0
+    if (!(r.flags & kKeepWriteCount)) next.write_count = 0;
+    if (r.flags & kRestart) {
+      if (u64 asked = extra<u64>(i, at + sizeof(Record)); asked >= now.cursor && !(asked >> 62)) first = asked;
+      next.write_count = extra<u64>(i, at + sizeof(Record) + 8);
+      store(next.rows_total, std::max(now.rows_total, extra<u64>(i, at + sizeof(Record) + 16)), relaxed);
+      if (next.write_count > next.rows_total) next.write_count = next.rows_total;
+    }
+    store(next.cursor, first, relaxed), next.base = first;
     ++next.clears;
-    next.slot[i].head = next.slot[i].rows_end = at + sizeof(Record);
+    next.slot[i].head = next.slot[i].rows_end = at + r.bytes;
     next.next_start = i;
     FAILPOINT(clear_planned);
     return true;
@@ -203,7 +222,17 @@ class Writer {
       store(c_.priorities.highest, 0u, relaxed);
     }
     for (u32 i = 0; i < slots_of(next); ++i)
-      for (u64 at = entry(now, i).head, end = bounded(at, next.slot[i].head); at < end; at += sizeof(Record)) store(record(i, at).result, next.base, relaxed);
+      if (u64 at = entry(now, i).head; at != next.slot[i].head) store(record(i, at).result, next.base, relaxed);
+  }
+  void run_edit(const CommitBlock &now, const CommitBlock &next) {
+    const u32 i = next.start;
+    const u64 at = entry(now, i).head;
+    if (i >= slots_of(next) || !well_formed(record(i, at), at, bounded(at, next.slot[i].head)) || record(i, at).kind != kEdit) return;  // damaged since
+    EditRecord e = edit(i, at);
+    if (!e.sound(s_.row_bytes)) return;
+    raise_edits(s_, now, e);  // E1
+    FAILPOINT(edit_raised);
+    store(record(i, at).result, apply_edits(s_, now, e), relaxed);
   }
   u64 bounded(u64 from, u64 to) const { return to - from <= s_.ring_bytes ? to : from; }  // a ring holds no more, whatever a damaged word says
   // visit(ring, position, record, first id) for exactly the records that the plan has counted, in id order; kDropped for
@@ -273,6 +302,7 @@ class Writer {
   // T5…T7 of the committed block b. `redo`: it is not known who was woken, so everybody is.
   void publish(const CommitBlock &b, const CommitBlock &before, bool redo) {
     if (b.kind == kPlanRows && keeps_links()) link_rows(before, b);
+    if (b.kind == kPlanEdit) settle_edits(s_);  // E2
     store(c_.base, b.base, release);       // base before cursor: readers load cursor before base
     if (b.kind == kPlanClear && keeps_links()) links_.clear();  // not before: rows in the window without ends would mislead
     FAILPOINT(post_base);
@@ -313,8 +343,8 @@ class Writer {
         return j >= skipped ? s_.row(first + j) : row_in_ring(i, at + sizeof(Record) + j * s_.row_bytes);
       };
       auto stream = [&](u64 j) -> u64 {
-        if (built.trajectory.bytes) return hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes);
-        return r.flags & kStreams ? extra<u64>(i, streams + j * 8) : 0;
+        if (r.flags & kStreams) return extra<u64>(i, streams + j * 8);  // also beside a trajectory's id: rows of a checkpoint
+        return built.trajectory.bytes ? hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes) : 0;
       };
       cut += links_.append(table, built.stream_entries, span, first, r.n_rows, [&](u64 j) { return stream_key(incarnation, stream(j)); },
                            [&](u64 j) { return is_end(built, row(j)); });

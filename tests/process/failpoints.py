@@ -170,6 +170,19 @@ def clears(actor: Actor) -> None:
         actor.buffer.drain()
 
 
+def edits(actor: Actor) -> None:
+    """Rows are changed where they lie, some of them just after they were overwritten; each is the old one or the new one."""
+    for turn in HITS:
+        lo, hi = actor.buffer.window
+        ids = np.arange(max(lo, hi - 20), hi)
+        turned = oracle.edited(actor.buffer.gather(ids))
+        assert actor.buffer.edit(ids, turned, timeout=20).all()
+        actor.buffer.put_edit(ids[::2], {"payload": turned["payload"][::2]})
+        actor.put(1, turn)
+        actor.buffer.put_edit(ids[-3:], oracle.edited({"payload": turned["payload"][-3:]}))
+        actor.buffer.drain()
+
+
 def skips(actor: Actor) -> None:
     """While a drainer is stuck the ring overflows, again and again: drop_oldest."""
     third, skipped, times = segment.attach(actor.name), 0, 0
@@ -258,6 +271,7 @@ SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "link_recycl": (FULL_TABLE,),
     "link_claimed": (FULL_TABLE,),
     "limiter": (PLAIN,),
+    "edit": (Scenario(edits), Scenario(edits, capacity=64)),
     "epoch": (PLAIN,),
     "event": (Scenario(deaths),),
     "pin": (Scenario(pins, capacity=64),),
@@ -280,6 +294,9 @@ def successor(name: str, acks_path: str) -> None:
     assert len(buffer.extend(five, stream=oracle.stream_of(100, five["k"]), timeout=20)) == 5
     acks[100] = 5
     oracle.check_rows(buffer.draw(50)[0])
+    lo, hi = buffer.window
+    assert buffer.edit(range(lo, hi), oracle.edited(buffer.gather(range(lo, hi))), timeout=20).all()
+    oracle.check_rows(buffer.gather(range(lo, hi)))
     buffer.keep_priorities(ALPHA, EPS)
     buffer.set_limiter(RateLimiter(1.0, min_size=0, error_buffer=(-1e9, 1e9)))
     lo, hi = buffer.window
@@ -322,7 +339,7 @@ def run(label: str, how: str, hit: int, directory: str, scenario: Scenario, *, k
             assert os.WIFSTOPPED(status), f"{where}: wait status {status}"
             found = creator._handle.audit(0.0)["findings"]
             assert not found, f"{where}: half-way is not damaged: {found}"
-            reads_go_on(creator, scenario.late)
+            reads_go_on(creator, scenario.late, all_of_them=label.startswith("edit"))
             os.kill(pid, signal.SIGCONT)
             assert wait(pid) == 0, where
         if kill_successor:  # and who comes to finish its work, at the same step; and who comes then, at the next commit
@@ -390,12 +407,13 @@ def recover(creator: Buffer, acks: np.ndarray) -> None:
         np.maximum.at(acks, rows["who"], rows["k"] + 1)
 
 
-def reads_go_on(creator: Buffer, update: bool) -> None:
+def reads_go_on(creator: Buffer, update: bool, all_of_them: bool) -> None:
     """Somebody is stopped at this step: what is stored can still be read, by one who never waits for him."""
     lo, hi = creator.window
     if hi > lo:
         rows, valid = creator.try_gather(range(lo, hi))
         oracle.check_rows({k: v[valid] for k, v in rows.items()})
+        assert valid.all() or not all_of_them, "a row that is being edited can be read all the same"
         creator.draw(8)
         if update:  # of others' rows, and of the very ones
             assert creator.set_priorities(range(lo, hi), 3.0).all()

@@ -59,6 +59,8 @@ class Model(RuleBasedStateMachine):
         self.base, self.write_base = 0, 0  # first live id; rows stored before the last emptying that reset write_count
         self.clears = 0
         self.role = None
+        self.marks: dict[int, int] = {}  # id → what the last edit of it left
+        self.stale = 0
 
     # ---- helpers ----
 
@@ -198,6 +200,22 @@ class Model(RuleBasedStateMachine):
             self.write_base = len(self.stored)
         self.at_rest()
 
+    @rule(i=st.integers(0, 2), offsets=st.lists(st.integers(0, 500), max_size=70), both=st.booleans())
+    @precondition(lambda self: not self.stuck and self.handles[0].schema is not None)
+    def edit(self, i: int, offsets: list[int], both: bool) -> None:
+        buf = self.buf(i)
+        buf.drain()
+        self.at_rest()
+        lo, hi = buf.window
+        ids = [hi - 1 - o for o in offsets if hi - 1 - o >= 0]
+        mark, k = len(self.marks) + self.stale + 1, np.array([self.stored.get(x, 0) for x in ids], np.int64)
+        new = {"check": k[:, None] * 31 + np.arange(5) + 1000 * mark, **({"k": k} if both else {})}
+        live = [lo <= x < hi for x in ids]
+        assert buf.edit(ids, new, timeout=0).tolist() == live
+        self.marks.update((x, mark) for x, there in zip(ids, live, strict=True) if there)
+        self.stale += len(ids) - sum(live)
+        self.at_rest()
+
     @rule()
     @precondition(lambda self: len(self.handles) < 3)
     def attach(self) -> None:
@@ -235,7 +253,8 @@ class Model(RuleBasedStateMachine):
 
     def check(self, ids: np.ndarray, got: dict) -> None:
         """Whole rows; those whose ids are known are the right ones, the others were handed in and still wait for their ticket."""
-        assert (got["check"] == got["k"][:, None] * 31 + np.arange(5)).all(), "torn"
+        marks = np.array([self.marks.get(i, 0) for i in ids.tolist()], np.int64)
+        assert (got["check"] == (got["k"] * 31 + 1000 * marks)[:, None] + np.arange(5)).all(), "torn, or another edit"
         pending = {n for queue in self.waiting.values() for _, numbers in queue for n in numbers}
         for i, k in zip(ids.tolist(), got["k"].tolist(), strict=True):
             assert self.stored.get(i, k) == k and (i in self.stored or k in pending)
@@ -257,9 +276,10 @@ class Model(RuleBasedStateMachine):
             s["put_rows"] == len(self.stored) + s["skipped_rows"]
             and self.given == s["put_rows"] + s["dropped_rows"] + self.refused
         )
-        assert s["malformed_records"] == 0 and s["clears"] == self.clears
+        assert s["malformed_records"] == 0 and s["clears"] == self.clears and s["stale_edits"] == self.stale
         if end > lo:
             got = buf.gather(np.arange(lo, end))
+            self.check(np.arange(lo, end), got)
             assert got["k"].tolist() == [live[i] for i in range(lo, end)]
 
     @invariant()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shmbuf import NotEnoughRows
-from shmbuf.trajectories import Trajectory
+from shmbuf.trajectories import TrajectorySpan
 
 SPEC = {"t": "int64", "x": "float32", "next": {"obs": "int64", "done": "bool"}}
 
@@ -181,7 +181,7 @@ def test_b039_an_open_episode_longer_than_the_buffer(buffer):
                 buf.draw_slices(2, 10)
             continue
         oldest = max(0, k - 100)
-        assert buf.trajectories() == [Trajectory(oldest, k - 1, k - oldest, k > 100, False)]
+        assert buf.trajectories() == [TrajectorySpan(oldest, k - 1, k - oldest, k > 100, False)]
         counts = starts(buf, 10, 50)
         assert min(counts) >= oldest and max(counts) <= k - 10
     even(starts(buf, 10, 20_000), list(range(150, 241)), 20_000)
@@ -189,7 +189,7 @@ def test_b039_an_open_episode_longer_than_the_buffer(buffer):
 
 def test_b040_links_to_evicted_rows_are_cut(buffer):
     buf = buffer(6, episode(0, 4), episode(10, 4))
-    assert buf.trajectories() == [Trajectory(2, 3, 2, True, True), Trajectory(4, 7, 4, False, True)]
+    assert buf.trajectories() == [TrajectorySpan(2, 3, 2, True, True), TrajectorySpan(4, 7, 4, False, True)]
     assert [(t.head_missing, rows["t"].tolist()) for t, rows in buf.export()] == [
         (True, [2, 3]),
         (False, [10, 11, 12, 13]),

@@ -170,7 +170,7 @@ def test_no_batch_size_anywhere(rb):
     rb.extend(rows(0, 3))
     with pytest.raises(RuntimeError, match="batch_size not specified"):
         rb.sample()
-    with pytest.raises(RuntimeError, match="batch_size not specified"):
+    with pytest.raises(RuntimeError, match=r"Cannot iterate over the replay buffer. Batch_size was not specified"):
         next(iter(rb))
 
 

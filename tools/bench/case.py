@@ -19,6 +19,7 @@ KINDS = {
     "slices": "tools.bench.slices",
     "face": "tools.bench.face",
     "cliffs": "tools.bench.cliffs",
+    "query": "tools.bench.query",
     "kills": "tools.bench.kills",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",

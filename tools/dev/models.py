@@ -230,6 +230,10 @@ ENTRIES: list[Entry] = [
     Spin("slot.pml", "-DCRASHES=4", soak=True, cc=BIG, limit=600),
     *_mutants("slot.pml", "-DNORECHECK", "-DNOREDRAIN", "-DNOLOCK", "-DUNLOCKFIRST"),
     # pins
+    Spin("edit.pml", "", cc=BIG),
+    Spin("edit.pml", "-DKILLS=3", cc=BIG),
+    Spin("edit.pml", "-DTWO", soak=True, cc=BIG, limit=600),
+    *_mutants("edit.pml", "-DNORAISE", "-DNOSTRIPE", "-DEVENEARLY", "-DHALF", cc=BIG),
     Spin("pin.pml", ""),
     Spin("pin.pml", "-DREVOKE"),
     *_mutants(

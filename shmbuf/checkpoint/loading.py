@@ -1,0 +1,326 @@
+"""`loads`: a directory back into a buffer that is there, for every process attached to it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmbuf.buffer import Buffer
+from shmbuf.checkpoint.directories import Tell, showing
+from shmbuf.checkpoint.layout import Root
+from shmbuf.checkpoint.reading import Checkpoint, Files, Made
+from shmbuf.checkpoint.saving import reader_of, transform_of
+from shmbuf.epochs import CONSUMED, EPOCH
+from shmbuf.errors import CheckpointError
+from shmbuf.schema import Schema
+from shmbuf.settings import FULL
+from shmbuf.ticket import seconds_of
+
+BLOCK_BYTES = 8 << 20
+LOW48 = (1 << 48) - 1
+_INDEX = (("index",), ("row_id",), ("priority_weight",))
+
+
+class Loaded(NamedTuple):
+    """rows: how many were stored. shift: their new row ids minus those they were saved with; 0: they are the same; None: not known.
+    left_out: what of the checkpoint was not used, and why."""
+
+    rows: int
+    shift: int | None
+    left_out: tuple[str, ...]
+
+
+def load_buffer(
+    buf: Buffer,
+    path: str | os.PathLike,
+    *,
+    timeout: float | None = None,
+    progress: bool | Tell | None = None,
+    hooks: Sequence[Any] = (),
+) -> Loaded:
+    """Into a bare `Buffer`. Arguments and errors: see `loads`."""
+    with Checkpoint(path) as saved:
+        return _Load(buf, saved, timeout, hooks).run(progress)
+
+
+def loads(
+    rb: Any, path: str | os.PathLike, *, timeout: float | None = None, progress: bool | Tell | None = None
+) -> Loaded:
+    """Put the rows of a checkpoint, TorchRL's or ours, in the place of those that are stored, for every process attached.
+
+    All of the directory is checked before anything changes. Nothing in it is unpickled: a ``prefetch.pkl`` is ignored, and said.
+    Rows keep their ids if the buffer was never written and they fit as they were; else ids go on where they were. A smaller buffer
+    takes the newest rows. Trajectories are what they were; one that was going on stays without an end, and goes on only as a new one.
+    Rows that others put meanwhile come in between, as usual.
+
+    The limiter keeps this buffer's parameters, and goes on from the difference that was saved if their ratio is the same. An epoch of
+    one's own goes on where it was if ids are kept; a shared one if, besides, its order has a seed (or is not shuffled).
+
+    Args:
+        timeout: seconds for storing each block of rows; None: as long as it takes.
+        progress: True: a bar on stderr; or a callable (rows done, of how many).
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one. SchemaError: its rows do not fit. In both cases nothing changed.
+    """
+    with Checkpoint(path) as saved:
+        more = _More(rb, saved)
+        done = _Load(rb.buffer, saved, timeout, getattr(rb, "_load_hooks", ())).run(progress)
+        left = [*done.left_out, *more.apply(rb, done.shift)]
+    ignored = [t for t in left if t.startswith("prefetch.pkl")]
+    if ignored:
+        warnings.warn(f"not loaded: {', '.join(ignored)}", stacklevel=2)
+    return done._replace(left_out=tuple(left))
+
+
+class _Load:
+    def __init__(self, buf: Buffer, saved: Checkpoint, timeout: float | None, hooks: Sequence[Any]):
+        if buf._readonly:
+            raise PermissionError("a read-only handle cannot load rows")
+        self.buf, self.saved, self.timeout = buf, saved, timeout
+        made = None
+        if hooks:
+            from shmbuf.checkpoint.hooks import load_through
+            from shmbuf.tensors import plain, tensor_leaves
+
+            made = {k: plain(k, t) for k, t in tensor_leaves(load_through(hooks, saved.tensordict())).items()}
+            short = [k for k, t in made.items() if t.ndim < 1 or t.shape[0] != saved.capacity]
+            if short:
+                raise CheckpointError(
+                    f"load hooks gave {short[0]} with another first dimension than {saved.capacity:,}"
+                )
+        found = saved.schema() if made is None else Schema.from_leaves(made, 1)
+        mine = buf.schema
+        extra = [k for k in _INDEX if k in found.keys and (mine is None or k not in mine.keys)]
+        self.schema = Schema([c for c in found.columns if c.key not in extra]) if extra else found
+        if mine is not None:
+            mine.require_same(self.schema, f"checkpoint {saved.path}")
+            self.schema = mine
+        elif extra and saved.state is not None:
+            self.schema = found  # ours stores such a key only if the user did
+        self.rows: Files | Made = saved.opened(self.schema) if made is None else Made(saved, self.schema, made)
+        self.left: list[str] = list(saved.ignored)
+
+    def run(self, progress: bool | Tell | None) -> Loaded:
+        try:
+            with showing(progress, "loading") as tell:
+                return self._run(tell)
+        finally:
+            self.rows.close()
+
+    def _run(self, tell: Tell) -> Loaded:
+        buf, saved = self.buf, self.saved
+        if buf.schema is None:
+            buf._build(self.schema, "the checkpoint", self.timeout)
+        n = min(saved.rows, buf.capacity)
+        skip = saved.rows - n
+        if skip:
+            self.left.append(f"the {skip:,} oldest rows: the capacity is {buf.capacity:,}")
+        fresh = buf._call("counters")["rows_total"] == 0 and buf.window == (0, 0)
+        before, cut_before = buf.limiter_state(), buf._call("counters")["streams_cut"]
+        if before is not None:
+            buf.set_limiter(None)
+        with Buffer.attach(
+            buf.name, owner=buf._owner
+        ) as loader:  # a collector of its own, so that nobody goes on with its streams
+            loader._full_code, loader._timeout, loader._seconds = (
+                FULL.index("block"),
+                self.timeout,
+                seconds_of(self.timeout),
+            )
+            assert loader.schema is not None
+            streams = saved.streams if buf.marks.keep else None
+            heads = self._cut(streams, skip)
+            if heads is not None and len(heads):
+                self._open_streams(loader, streams, heads)  # type: ignore[arg-type]
+            first = self._begin(loader, n, skip, fresh and (heads is None or not len(heads)))
+            self._put(loader, n, skip, streams, tell)
+        cut = buf._call("counters")["streams_cut"] - cut_before
+        if cut:
+            self.left.append(
+                f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
+            )
+        self._finish_priorities(first, n)
+        if before is not None:
+            self._set_limiter(before)
+        shift = None if saved.first_id is None else first - (saved.first_id + skip)
+        return Loaded(n, shift, tuple(self.left))
+
+    def _cut(self, streams: np.ndarray | None, skip: int) -> np.ndarray | None:
+        """Which trajectories have no beginning here: those that had none, and those whose first rows do not fit."""
+        heads = self.saved.heads
+        if streams is None or not skip:
+            return heads
+        return np.unique(np.concatenate([heads, np.intersect1d(streams[:skip], streams[skip:])]))  # type: ignore[list-item]
+
+    def _open_streams(self, loader: Buffer, streams: np.ndarray, heads: np.ndarray) -> None:
+        """A stream that has had rows, which are gone, before its first one here: one row each, forgotten again at once."""
+        ends = {c.key for c in self.buf.marks.ends}
+        where = np.full(int(streams.max()) + 1, -1, np.int64)
+        where[streams[::-1]] = np.arange(len(streams))[::-1]  # the first row of each
+        for row, head in zip(where[heads], heads, strict=True):
+            if row < 0:
+                continue
+            leaves = self.rows.rows(int(row), 1)
+            for c, a in zip(self.schema.columns, leaves, strict=True):
+                if c.key in ends:
+                    a[...] = 0
+            self._submit(loader, leaves, 1, np.array([head]), None)
+
+    def _begin(self, loader: Buffer, n: int, skip: int, fresh: bool) -> int:
+        """Forget what is stored. The id that the first row will have, if nobody else puts."""
+        buf, saved = self.buf, self.saved
+        wanted = None if saved.first_id is None else saved.first_id + skip
+        fits = wanted is not None and (n == buf.capacity or wanted % buf.capacity == 0)
+        restart = getattr(buf, "_restart", None)
+        if fits and restart is not None and wanted >= buf.window[1]:  # type: ignore[operator]
+            restart(wanted, write_count=max(0, saved.write_count - n))
+            return int(wanted)  # type: ignore[arg-type]
+        if not fresh:
+            loader.empty(timeout=self.timeout)
+        if restart is not None and saved.write_count > n:
+            first = -(-buf.window[1] // buf.capacity) * buf.capacity
+            restart(first, write_count=saved.write_count - n)
+        return buf.window[1]
+
+    def _put(self, loader: Buffer, n: int, skip: int, streams: np.ndarray | None, tell: Tell) -> None:
+        saved = self.saved
+        wants = saved.priorities is not None and self.buf._get("priorities") is not None
+        block = max(1, BLOCK_BYTES // self.schema.row_bytes)
+        for at in range(0, n, block):
+            m = min(block, n - at)
+            where = slice(skip + at, skip + at + m)
+            self._submit(
+                loader,
+                self.rows.rows(skip + at, m),
+                m,
+                streams[where] if streams is not None else None,
+                saved.priorities[where] if wants else None,  # type: ignore[index]
+            )
+            tell(at + m, n)
+
+    def _submit(
+        self, loader: Buffer, leaves: list[np.ndarray], m: int, of: np.ndarray | None, p: np.ndarray | None
+    ) -> None:
+        of = None if of is None else np.ascontiguousarray(of, np.int64)
+        p = None if p is None else np.ascontiguousarray(p, np.float64)
+        leaves = [np.ascontiguousarray(a) for a in leaves]
+        ticket = loader.submit(loader._columns, leaves, m, False, self.timeout, False, extras=(of, p))
+        assert ticket is not None, "these leaves fit"
+        ticket.wait(self.timeout)
+
+    def _finish_priorities(self, first: int, n: int) -> None:
+        """What a new row gets: the largest priority ever set, which may have been of a row that is gone."""
+        buf, saved = self.buf, self.saved
+        state = buf._get("priorities")
+        if state is None or not n or saved.new_row is None or saved.priorities is None:
+            return
+        if saved.formula != (state["alpha"], state["eps"]):
+            self.left.append(
+                f"the formula of priorities, alpha {saved.formula[0]:g} and eps {saved.formula[1]:g}: this buffer has "  # type: ignore[index]
+                f"{state['alpha']:g} and {state['eps']:g}"
+            )
+        if not state["max_priority_within_buffer"] and saved.new_row > state["new_row"]:
+            last = buf.window[1] - 1
+            was = buf.priorities([last])
+            buf.set_priorities([last], saved.new_row)
+            buf.set_priorities([last], was)
+
+    def _set_limiter(self, before: dict[str, Any]) -> None:
+        """This buffer's parameters; the difference that was saved, where the ratio is the same."""
+        saved = (self.saved.state or {}).get("limiter")
+        num, den, size, low, high = (before[k] for k in ("num", "den", "min_size", "min_diff", "max_diff"))
+        stored = self.buf._call("counters")["rows_total"]
+        diff, inserted = 0.0, stored
+        if isinstance(saved, dict) and (saved.get("num"), saved.get("den")) == (num, den):
+            try:
+                diff, inserted = float(saved["diff"]), int(saved["inserted"])
+            except (KeyError, TypeError, ValueError):
+                raise CheckpointError(f"{self.saved.path}: its limiter cannot be read: {saved!r}") from None
+        size = max(0, size - max(0, inserted - stored))
+        low, high = (None if d is None else round((d - diff) * den) for d in (low, high))
+        self.buf._call("set_limiter", num, den, size, low, high, True)
+
+
+class _More:
+    """What belongs to one replay buffer: read and checked first, applied last."""
+
+    def __init__(self, rb: Any, saved: Checkpoint):
+        self.saved, self.generator, self.state = saved, getattr(rb, "_rng", None), None
+        self.rng = self._rng(saved.root)
+        if saved.root.has("transform.t"):
+            self.state = self._transform(saved.root)
+
+    def _rng(self, root: Root) -> np.ndarray | None:
+        if not root.has("rng_state/meta.json"):
+            return None
+        meta = root.json("rng_state/meta.json").get("rng_state")
+        shape = meta.get("shape") if isinstance(meta, dict) else None
+        if not (isinstance(shape, list) and len(shape) == 1 and isinstance(shape[0], int) and 0 < shape[0] < 1 << 20):
+            raise CheckpointError(f"{self.saved.path}/rng_state/meta.json is damaged: shape {shape!r}")
+        return self.saved._file("rng_state/rng_state.memmap", np.uint8, shape[0])
+
+    def _transform(self, root: Root) -> Any:
+        import torch
+
+        try:
+            with open(root.open("transform.t"), "rb") as f:
+                return torch.load(f, weights_only=True, map_location="cpu")
+        except Exception as e:
+            raise CheckpointError(
+                f"{self.saved.path}/transform.t is damaged, or holds more than tensors: {str(e).splitlines()[0][:200]}"
+            ) from None
+
+    def apply(self, rb: Any, shift: int | None) -> list[str]:
+        import torch
+
+        left = []
+        if self.rng is not None:
+            state = torch.from_numpy(self.rng)
+            generator = self.generator if self.generator is not None else torch.Generator()
+            try:
+                generator.set_state(state)
+                if self.generator is None and hasattr(rb, "set_rng"):
+                    rb.set_rng(generator)
+            except (RuntimeError, TypeError) as e:
+                left.append(f"rng_state: {e}")
+        if self.state is not None:
+            transform = transform_of(rb)
+            if transform is None:
+                left.append("transform.t: this buffer has no transform")
+            else:
+                transform.load_state_dict(self.state)
+        epochs = (self.saved.state or {}).get("epochs")
+        if isinstance(epochs, dict):
+            left += _epochs(rb, epochs, shift)
+        return left
+
+
+def _epochs(rb: Any, epochs: dict[str, Any], shift: int | None) -> list[str]:
+    reader, buf = reader_of(rb), rb.buffer
+    if reader is None:
+        return []
+    own = epochs.get("own")
+    try:
+        if reader._own is not None and isinstance(own, dict):
+            if shift:
+                return ["the place in the epoch: rows have other ids"]
+            low, high = (int(w) for w in own["word"])
+            with reader._alone():
+                reader._own.state = (low, high)
+                reader._order, reader._fresh = int(own["order"]), bool(own["fresh"])
+        elif reader.shared:
+            which = EPOCH if reader.times is None else CONSUMED
+            low, high = (int(w) for w in epochs["shared"][str(which)])
+            same = str(buf._header["instance_id"]) == epochs.get("instance")
+            if shift or (reader.shuffle and reader.seed is None and not same):
+                return ["the place in what readers share: rows have other ids" if shift else
+                        "the place in what readers share: its order had no seed"]  # fmt: skip
+            buf._call("epoch_word", which, (low, high))
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
+        raise CheckpointError(f"the checkpoint's epochs cannot be read: {e!r}") from None
+    return []

@@ -1,0 +1,259 @@
+"""A checkpoint directory, checked whole before anybody uses it: TorchRL's files, and the sidecar if it has one. Runs no code from it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmbuf.checkpoint import layout
+from shmbuf.checkpoint.directories import settle
+from shmbuf.checkpoint.layout import Root, Stored, number
+from shmbuf.errors import CheckpointError, SchemaError
+from shmbuf.schema import Column, Schema, as_key, show_key
+
+CHUNK = 1 << 30
+
+
+class Checkpoint:
+    """What a directory holds. Rows are numbered 0 to ``rows`` − 1, oldest first.
+
+    Attributes:
+        columns, capacity, rows, first_slot: where they lie in the files.
+        state: the sidecar; None: TorchRL wrote it.
+        first_id, write_count, streams, heads, priorities, formula (alpha, eps), new_row (what a new row gets).
+        ignored: files that are there and are not read.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = settle(Path(os.path.realpath(path)))
+        self.root = Root(self.path)
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.root.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _fault(self, text: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self.path} is damaged: {text}")
+
+    def _read(self) -> None:
+        root = self.root
+        storage = root.json("storage/storage_metadata.json")
+        if storage.get("is_pytree"):
+            raise CheckpointError(f"{self.path} holds a pytree of tensors; only TensorDicts can be loaded")
+        self.columns, self.capacity = layout.stored_columns(root)
+        layout.check_files(root, self.columns, self.capacity)
+        self.rows = number("storage_metadata.json: len", storage.get("len"), 0, self.capacity)
+        writer = root.json("writer/metadata.json")
+        cursor = number("writer: cursor", writer.get("cursor", 0), 0, self.capacity)
+        self.write_count = number("writer: write_count", writer.get("write_count", self.rows))
+        self.first_slot = cursor % self.capacity if self.rows == self.capacity else 0
+        self.buffer = root.json("buffer_metadata.json") if root.has("buffer_metadata.json") else {}
+        self.ignored = (
+            ["prefetch.pkl (a pickle: batches that had been drawn ahead)"] if root.has("prefetch.pkl") else []
+        )
+        self.state = root.json("shmbuf/state.json") if root.has("shmbuf/state.json") else None
+        self.first_id: int | None = None
+        self.streams = self.heads = self.priorities = None
+        self.formula: tuple[float, float] | None = None
+        self.new_row: float | None = None
+        if self.state is not None:
+            self._read_state(self.state)
+        if root.has("sampler/sampler_metadata.json"):
+            self._read_priorities(root.json("sampler/sampler_metadata.json"))
+
+    def _read_state(self, state: dict[str, Any]) -> None:
+        version = number("shmbuf/state.json: version", state.get("version"))
+        if version != layout.VERSION:
+            raise CheckpointError(
+                f"{self.path}: its shmbuf/state.json is of version {version}, this shmbuf reads {layout.VERSION}"
+            )
+        if number("state.json: capacity", state.get("capacity"), 1) != self.capacity or state.get("rows") != self.rows:
+            raise self._fault(
+                f"state.json speaks of {state.get('rows')!r} of {state.get('capacity')!r} rows, storage/ of {self.rows:,} "
+                f"of {self.capacity:,}"
+            )
+        self.first_id = number("state.json: first_id", state.get("first_id"), 0, (1 << 62) - self.capacity)
+        self.first_slot = number("state.json: first_slot", state.get("first_slot"), 0, self.capacity - 1)
+        if self.first_slot and self.rows < self.capacity:
+            raise self._fault(
+                f"first_slot is {self.first_slot:,}, but only {self.rows:,} of {self.capacity:,} rows are there"
+            )
+        self.write_count = number("state.json: write_count", state.get("write_count"))
+        if not state.get("hooked"):
+            self._own_columns(state.get("columns"))
+        if state.get("has_streams"):
+            self.streams = self._array("streams", np.int64, self.rows)
+            n = int(self.streams.max()) + 1 if self.rows else 0
+            if self.rows and not 0 <= int(self.streams.min()) <= n <= self.rows:
+                raise self._fault("shmbuf/streams.memmap numbers trajectories that cannot be")
+            self.heads = self._array("heads", np.int64, number("state.json: heads", state.get("heads"), 0, self.rows))
+            if len(self.heads) and not 0 <= int(self.heads.min()) <= int(self.heads.max()) < n:
+                raise self._fault("shmbuf/heads.memmap names trajectories that are not there")
+
+    def _own_columns(self, described: Any) -> None:
+        """The sidecar knows keys that cannot be names of files, and the order of columns."""
+        try:
+            mine = [
+                Stored(
+                    Column(as_key(c["key"]), str(c["dtype"]), tuple(int(d) for d in c["shape"])),
+                    layout.column_path(as_key(c["file"])),
+                )
+                for c in described
+            ]
+            Schema([c.column for c in mine])
+        except (TypeError, KeyError, ValueError, SchemaError) as e:
+            raise self._fault(f"the columns in shmbuf/state.json: {e!r}") from None
+        files = {c.file: (c.column.dtype, c.column.shape) for c in self.columns}
+        if {c.file: (c.column.dtype, c.column.shape) for c in mine} != files:
+            raise self._fault("shmbuf/state.json and storage/meta.json describe different columns")
+        self.columns = mine
+
+    def _read_priorities(self, meta: dict[str, Any]) -> None:
+        alpha, eps = (self._real(f"sampler: {k}", meta.get(k)) for k in ("_alpha", "_eps"))
+        self.formula = (alpha, eps)
+        top = meta.get("_max_priority")
+        if isinstance(top, list) and top and isinstance(top[0], (int, float)) and 0 <= top[0] < math.inf:
+            self.new_row = float(top[0])
+        if self.state is not None and self.state.get("priorities"):
+            p = self._array("priorities", np.float64, self.rows)
+        else:
+            leaves = self._file("sampler/sumtree.memmap", np.float64, self.capacity)
+            leaves = np.roll(leaves, -self.first_slot)[: self.rows]
+            if not (np.isfinite(leaves) & (leaves >= 0)).all():
+                raise self._fault("sampler/sumtree.memmap holds a NaN, an infinite or a negative priority")
+            with np.errstate(all="ignore"):
+                p = np.maximum(np.power(leaves, 1 / alpha) - eps, 0) if alpha else np.ones(self.rows)
+        if not (np.isnan(p) | ((p >= 0) & (p < np.inf))).all():
+            raise self._fault("its priorities are not finite numbers ≥ 0")
+        self.priorities = np.nan_to_num(p, nan=1.0)
+
+    def _real(self, where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+            raise self._fault(f"{where} = {value!r}")
+        return float(value)
+
+    def _array(self, name: str, dtype: type, n: int) -> np.ndarray:
+        return self._file(f"shmbuf/{name}.memmap", dtype, n)
+
+    def _file(self, name: str, dtype: type, n: int) -> np.ndarray:
+        nbytes = n * np.dtype(dtype).itemsize
+        fd = self.root.sized(name, nbytes)
+        try:
+            out = np.empty(n, dtype)
+            self._fill(fd, out.view(np.uint8), 0, name)
+            return out
+        finally:
+            os.close(fd)
+
+    def _fill(self, fd: int, out: np.ndarray, at: int, name: str) -> None:
+        view = memoryview(out.reshape(-1))
+        while view:
+            n = os.preadv(fd, [view[:CHUNK]], at)
+            if n <= 0:
+                raise self._fault(f"{name} ends early")
+            view, at = view[n:], at + n
+
+    # ---- rows ---------------------------------------------------------------------------------------------------
+
+    def schema(self, leave_out: Sequence[tuple[str, ...]] = ()) -> Schema:
+        try:
+            return Schema([c.column for c in self.columns if c.column.key not in leave_out])
+        except SchemaError as e:
+            raise self._fault(str(e)) from None
+
+    def opened(self, schema: Schema) -> Files:
+        return Files(self, schema)
+
+    def tensordict(self) -> Any:
+        """All of it as a TensorDict of the whole capacity, mapped copy-on-write. For hooks."""
+        import torch
+        from tensordict import TensorDict
+
+        leaves: dict[Any, Any] = {}
+        for c in self.columns:
+            fd = self.root.sized(f"storage/{c.file}", self.capacity * c.column.nbytes)
+            shape = (self.capacity, *c.column.shape)
+            with open(fd, "rb") as f:
+                mapped = (
+                    np.memmap(f, c.column.numpy, "c", shape=shape)
+                    if c.column.nbytes
+                    else np.empty(shape, c.column.numpy)
+                )
+            t = torch.from_numpy(np.asarray(mapped))
+            leaves[c.column.key] = t.view(getattr(torch, c.column.dtype)) if c.column.dtype != c.column.numpy else t
+        return TensorDict(leaves, batch_size=[self.capacity])
+
+
+class Files:
+    """The open files of a schema's columns."""
+
+    def __init__(self, of: Checkpoint, schema: Schema):
+        self._of, self._schema = of, schema
+        where = {c.column.key: c.file for c in of.columns}
+        self._names = [where[c.key] for c in schema.columns]
+        self._fds: list[int] = []
+        try:
+            for name, c in zip(self._names, schema.columns, strict=True):
+                self._fds.append(of.root.sized(f"storage/{name}", of.capacity * c.nbytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def rows(self, at: int, n: int) -> list[np.ndarray]:
+        """Rows [at, at + n) as arrays [n, *shape], in the order of columns."""
+        out = []
+        slot = (self._of.first_slot + at) % self._of.capacity
+        first = min(n, self._of.capacity - slot)
+        for name, fd, c in zip(self._names, self._fds, self._schema.columns, strict=True):
+            a = np.empty((n, *c.shape), c.numpy)
+            flat = a.reshape(-1).view(np.uint8) if c.nbytes else a.reshape(-1)
+            if c.nbytes:
+                self._of._fill(fd, flat[: first * c.nbytes], slot * c.nbytes, name)
+                if first < n:
+                    self._of._fill(fd, flat[first * c.nbytes :], 0, name)
+            out.append(a)
+        return out
+
+
+class Made:
+    """The same of a TensorDict that hooks made."""
+
+    def __init__(self, of: Checkpoint, schema: Schema, leaves: dict[tuple[str, ...], Any]):
+        missing = [show_key(k) for k in schema.keys if k not in leaves]
+        if missing:
+            raise CheckpointError(f"load hooks gave no {', '.join(missing)}")
+        self._of = of
+        self._leaves = []
+        for c in schema.columns:
+            t = leaves[c.key].contiguous()
+            import torch
+
+            raw = t.view(getattr(torch, c.numpy)) if c.dtype != c.numpy else t
+            self._leaves.append(raw.numpy())
+
+    def close(self) -> None:
+        self._leaves = []
+
+    def rows(self, at: int, n: int) -> list[np.ndarray]:
+        slots = (self._of.first_slot + np.arange(at, at + n)) % self._of.capacity
+        return [np.ascontiguousarray(a[slots]) for a in self._leaves]

@@ -1,0 +1,314 @@
+"""Changing rows that are stored. By their ids: a row that is overwritten meanwhile is left alone, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+
+from shmbuf.errors import SchemaError
+from shmbuf.face.transforming import Transforming
+from shmbuf.schema import Column, Key, as_key, show_key
+from shmbuf.storage import stack
+from shmbuf.tensors import as_numpy, plain, tensor_leaves
+
+Self = TypeVar("Self", bound="Editing")
+_ADDED = ("index", "row_id", "priority_weight")  # what samples carry
+
+
+class ConditionalUpdateResult(NamedTuple):
+    """What became of each row of `update_if_present`.
+
+    Attributes:
+        updated: bool[n]: changed.
+        version_rejected: bool[n]: still there, and of a version that is not to be replaced; None: not asked for.
+    """
+
+    updated: torch.Tensor
+    version_rejected: torch.Tensor | None = None
+
+    @property
+    def updated_count(self) -> int:
+        return int(self.updated.sum())
+
+    @property
+    def version_rejected_count(self) -> int:
+        return 0 if self.version_rejected is None else int(self.version_rejected.sum())
+
+    @property
+    def stale_count(self) -> int:
+        """Overwritten before."""
+        return len(self.updated) - self.updated_count - self.version_rejected_count
+
+
+def _of_rows(value: Any, c: Column, n: int, *, exact: bool = False) -> torch.Tensor:
+    """value as [n, *shape] of the column's dtype. exact: one for each row, nothing is repeated."""
+    dtype, shape = getattr(torch, c.dtype), (n, *c.shape)
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(value)
+        value = value.to(dtype) if not value.is_floating_point() or dtype.is_floating_point else value
+    if value.dtype != dtype:
+        raise SchemaError(
+            f"key {show_key(c.key)}: expected {c.dtype}, got {str(value.dtype).removeprefix('torch.')}. Nothing was changed."
+        )
+    if tuple(value.shape) == (n, *c.shape, 1) or (exact and tuple(value.shape) != shape):
+        raise RuntimeError(
+            f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
+        )
+    try:
+        return plain(c.key, value.expand(shape))
+    except RuntimeError:
+        raise RuntimeError(
+            f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
+        ) from None
+
+
+class Editing(Transforming):
+    """`set_`, `set_at_`, `update_`, `rb[index] = rows`, `write_all`, `update_if_present`."""
+
+    _editor: ThreadPoolExecutor | None = None
+
+    def set_at_(self: Self, key: Any, value: Any, index: Any) -> Self:
+        """Give the rows at ``index`` (int, slice, list, tensor, mask) another value under ``key``, as it is stored: no transform.
+
+        Args:
+            value: [n, *shape] of the column's dtype, or what expands to it.
+
+        Raises:
+            KeyError, IndexError, RuntimeError (shape), SchemaError (dtype). In all cases nothing was changed.
+        """
+        slots, shape = self._slots(index)
+        columns = self._columns_of(as_key(key))
+        if is_tensor_collection(value):
+            leaves = {(*as_key(key), *k): t for k, t in tensor_leaves(value).items()}
+        else:
+            leaves = {c.key: value for c in columns}
+        self._edit(slots, self._checked(leaves, columns, slots, shape))
+        return self
+
+    def set_(self: Self, key: Any, value: Any) -> Self:
+        """Give all rows another value [len, *shape] under ``key``, as it is stored. Errors: see `set_at_`."""
+        return self.update_({key: value})
+
+    def update_(
+        self: Self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Iterable[Any] | None = None
+    ) -> Self:
+        """Give all rows other values, [len, *shape] under each key, as they are stored.
+
+        Args:
+            clone: nothing here: what is written is a copy in any case.
+            keys_to_update: only these.
+
+        Raises:
+            KeyError: a key that is not stored. RuntimeError: a shape. SchemaError: a dtype. In all cases nothing was changed.
+        """
+        leaves = _leaves(input_dict_or_td)
+        if keys_to_update is not None:
+            chosen = [as_key(k) for k in keys_to_update]
+            missing = [k for k in chosen if not any(at[: len(k)] == k for at in leaves)]
+            if missing:
+                raise KeyError(f"key {show_key(missing[0])} is in keys_to_update, but not in what to update with")
+            leaves = {k: v for k, v in leaves.items() if any(k[: len(c)] == c for c in chosen)}
+        slots, shape = self._slots(slice(None))
+        columns = [self._columns_of(k)[0] for k in leaves]
+        self._edit(slots, self._checked(leaves, columns, slots, shape, exact=True))
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replace the rows at ``index`` (int, slice, list, tensor, mask) by ``value``, of its shape, with all their keys, through the
+        inverse transforms. ``rb[key] = value``: `set_`.
+
+        Raises:
+            IndexError, RuntimeError (shape), SchemaError. In all cases nothing was changed.
+        """
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
+            self.set_(index, value)
+            return
+        rows = stack(list(value)) if isinstance(value, (list, tuple)) and value else value
+        if not is_tensor_collection(rows):
+            raise SchemaError(f"rows are a TensorDict, not {type(value).__name__}. Nothing was changed.")
+        slots, shape = self._slots(index)
+        if self._touched and (rows := self._inverted(rows)) is None:
+            return
+        if tuple(rows.batch_size) not in (shape, ()):
+            raise RuntimeError(
+                f"rows of batch size {list(rows.batch_size)} for an index of shape {list(shape)}. Nothing was changed."
+            )
+        leaves = tensor_leaves(rows)
+        schema = self._storage.schema()
+        for key in [k for k in leaves if k[0] in _ADDED and k not in schema.keys]:
+            del leaves[key]
+        lead = len(rows.batch_size)
+        lines = schema.differences(
+            {k: (str(t.dtype).removeprefix("torch."), tuple(t.shape[lead:])) for k, t in leaves.items()}
+        )
+        if lines:
+            raise SchemaError("rows do not fit the buffer's schema; nothing was changed:\n  " + "\n  ".join(lines))
+        self._edit(slots, self._checked(leaves, list(schema.columns), slots, shape))
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """``rb[:end] = data``: replace rows in the order of their slots, through the inverse transforms.
+
+        end: None: as many as data has; of a full buffer, all. Errors: see ``rb[index] = rows``.
+        """
+        if end is None and len(self) < self._storage.max_size:
+            end = data.batch_size[0] if is_tensor_collection(data) else len(data)
+        self[:end] = data
+
+    def update_if_present(
+        self,
+        *,
+        index: Any,
+        generation: Any,
+        patch: Any,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Change rows that are still the ones that were sampled.
+
+        Args:
+            index, generation: LongTensor[n]: ``batch["index"]`` and ``batch["row_id"] // capacity``.
+            patch: the keys to change, [n, *shape] each.
+            version_key: a column of one number a row, which is set to ``version`` ([n] or one number) where that is larger (or equal,
+                unless ``require_newer``); other rows are left alone. Of several for one row the largest, of equal ones the last, counts.
+                Calls of one process are compared in turn; between processes the comparison is with what was stored when the call began.
+
+        Raises:
+            KeyError, ValueError, RuntimeError, SchemaError: in all cases nothing was changed.
+        """
+        slots, generations = (torch.as_tensor(t).reshape(-1) for t in (index, generation))
+        if len(slots) != len(generations):
+            raise ValueError(
+                f"index and generation must address the same number of records, "
+                f"got {len(slots)} indices and {len(generations)} generations."
+            )
+        if (version_key is None) != (version is None):
+            raise ValueError("version_key and version must be provided together.")
+        n, capacity = len(slots), self.buffer.capacity
+        ids = generations.long().cpu().numpy() * capacity + slots.long().cpu().numpy()
+        leaves = _leaves(patch)
+        columns = [self._columns_of(k)[0] for k in leaves]
+        values = {c.key: _of_rows(leaves[c.key], c, n, exact=True) for c in columns}
+        with self._alone(self._timeout(None)):
+            if version_key is None:
+                return ConditionalUpdateResult(torch.from_numpy(self._apply(ids, values)))
+            if isinstance(version_key, str) and "." in version_key:
+                raise ValueError(
+                    f"Dotted-string version keys are not supported: got {version_key!r}. Pass the nested key in tuple form, "
+                    f"e.g. {tuple(version_key.split('.'))!r}."
+                )
+            key = as_key(version_key)
+            if key in values:
+                raise ValueError(f"version_key {version_key!r} may not appear in patch.")
+            column = self._columns_of(key)[0]
+            if int(np.prod(column.shape, dtype=np.int64)) != 1:
+                raise ValueError(
+                    f"version_key {version_key!r} must reference a per-record scalar field; the storage holds feature shape "
+                    f"{column.shape}."
+                )
+            given = torch.as_tensor(version)
+            if given.numel() not in (1, n):
+                raise ValueError(f"version of shape {list(given.shape)} for {n} records: one, or one for each")
+            new = given.reshape(-1).expand(n).to(getattr(torch, column.dtype))
+            stored, there = self._stored(ids, key)
+            better = new > stored if require_newer else new >= stored
+            wins = torch.zeros(n, dtype=torch.bool)
+            best: dict[int, int] = {}
+            for i in np.flatnonzero(there & better.numpy()).tolist():
+                j = best.get(int(ids[i]))
+                if j is None or new[i] >= new[j]:
+                    best[int(ids[i])] = i
+            wins[list(best.values())] = True
+            updated = torch.zeros(n, dtype=torch.bool)
+            values[key] = new.reshape(n, *column.shape)
+            updated[wins] = torch.from_numpy(self._apply(ids[wins.numpy()], {k: v[wins] for k, v in values.items()}))
+            return ConditionalUpdateResult(updated, torch.from_numpy(there) & ~wins)
+
+    def submit_update_if_present(self, **how: Any) -> Future[ConditionalUpdateResult]:
+        """`update_if_present` by a thread, one after the other. `synchronize` and `shutdown` wait for it."""
+        if self._shut:
+            raise RuntimeError("A shut down replay buffer cannot accept updates.")
+        if self._editor is None:
+            self._editor = ThreadPoolExecutor(1, thread_name_prefix="shmbuf-edit")
+        future = self._editor.submit(self.update_if_present, **how)
+        self._pending = [f for f in self._pending if not f.done() or f.exception()] + [future]
+        return future
+
+    _pending: list[Future[Any]] = []  # noqa: RUF012 (never changed in place)
+
+    # ---- how ----------------------------------------------------------------------------------------------------
+
+    def _slots(self, index: Any) -> tuple[np.ndarray, tuple[int, ...]]:
+        """int64[n] slots that an index means now, and its shape."""
+        self._storage.schema()
+        if isinstance(index, torch.Tensor):
+            index = index.cpu().numpy()
+        if isinstance(index, (bool, np.bool_)):
+            raise IndexError("a bool is no index; masks have one entry per stored row")
+        slots = np.arange(len(self), dtype=np.int64)[index if not isinstance(index, list) else np.asarray(index, int)]
+        return np.ascontiguousarray(slots).reshape(-1), np.shape(slots)
+
+    def _columns_of(self, key: Key) -> list[Column]:
+        schema = self._storage.schema()
+        columns = [c for c in schema.columns if c.key[: len(key)] == key]
+        if not columns:
+            raise KeyError(f"key {show_key(key)} is not stored: {', '.join(map(show_key, schema.keys))}")
+        return columns
+
+    @staticmethod
+    def _checked(
+        leaves: Mapping[Key, Any],
+        columns: list[Column],
+        slots: np.ndarray,
+        shape: tuple[int, ...],
+        exact: bool = False,
+    ) -> dict[Key, torch.Tensor]:
+        known = {c.key: c for c in columns}
+        for key in leaves:
+            if key not in known:
+                raise KeyError(f"key {show_key(key)} is not stored: {', '.join(map(show_key, known))}")
+        n = len(slots)
+        out = {}
+        for key, value in leaves.items():
+            c = known[key]
+            if isinstance(value, torch.Tensor) and len(shape) != 1 and tuple(value.shape) == (*shape, *c.shape):
+                value = value.reshape(n, *c.shape)
+            out[key] = _of_rows(value, c, n, exact=exact)
+        return out
+
+    def _edit(self, slots: np.ndarray, values: dict[Key, torch.Tensor]) -> None:
+        if len(slots) and values:
+            with self._alone(self._timeout(None)):
+                self._apply(self.buffer.ids_of(slots), values)
+
+    def _apply(self, ids: np.ndarray, values: dict[Key, torch.Tensor]) -> np.ndarray:
+        """bool[n]: changed."""
+        return self.buffer.edit(ids, {k: as_numpy(t) for k, t in values.items()})
+
+    def _stored(self, ids: np.ndarray, key: Key) -> tuple[torch.Tensor, np.ndarray]:
+        """What rows hold under a key of one number, [n], and which of them are there, bool[n]."""
+        rows, done = self._storage.gathering(len(ids)), np.zeros(len(ids), np.uint8)
+        rows.fetch(np.ascontiguousarray(ids), done)
+        at = self._storage.schema().keys.index(key)
+        return rows._leaves[at].reshape(-1), done.astype(bool)
+
+
+def _leaves(given: TensorDictBase | Mapping[Any, Any]) -> dict[Key, Any]:
+    if is_tensor_collection(given):
+        return dict(tensor_leaves(given))
+    if not isinstance(given, Mapping):
+        raise TypeError(f"a dict or a TensorDict is needed, not {type(given).__name__}")
+    out: dict[Key, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, Mapping) or is_tensor_collection(value):
+            out.update({(*as_key(key), *k): v for k, v in _leaves(value).items()})
+        else:
+            out[as_key(key)] = value
+    return out

@@ -1,0 +1,155 @@
+"""Rows on their way in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from shmbuf.errors import SchemaError
+from shmbuf.face.priorities import Priorities
+from shmbuf.face.transforming import Transforming
+from shmbuf.schema import Key
+from shmbuf.storage import stack
+from shmbuf.ticket import Ticket, left_of
+
+
+class Writing(Transforming, Priorities):
+    """`extend`, `put`, `add`, `empty`."""
+
+    def extend(
+        self,
+        tensordicts: Any,
+        *,
+        update_priority: bool | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Store a batch of rows; returns when every sampler of every process can draw them.
+
+        Args:
+            tensordicts: a TensorDict of batch size [n] (any strides, any device; dtypes are never converted), or a list of
+                TensorDicts to stack. ``index``, ``row_id`` and ``priority_weight`` are dropped unless the schema has them.
+            update_priority: False: ignore the priorities that the rows carry under the priority key.
+            stream: whose next steps these rows are: one number, or one a row; see `Buffer.put`.
+            timeout: seconds; None: the buffer's.
+
+        Returns:
+            LongTensor[n]: the rows' indices; [0] if a transform drops the batch.
+
+        Raises:
+            SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
+            CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
+        """
+        batch = self._batch(tensordicts)
+        if self._touched:
+            batch = self._to_store(batch)
+        return self._store(batch, timeout, False, True, stream=stream, prioritise=update_priority)
+
+    def put(self, data: Any, *, stream: Any = None, timeout: float | None = None) -> Ticket:
+        """Hand rows to this process's ring and return at once; ``ticket.wait()`` gives their indices. What collectors call.
+
+        timeout: seconds to wait for room in the ring; None: the buffer's.
+        """
+        batch = self._batch(data)
+        if self._touched:
+            batch = self._to_store(batch)
+        return self._store(batch, timeout, True, False, stream=stream)
+
+    def add(self, data: TensorDictBase, *, stream: Any = None, timeout: float | None = None) -> Any:
+        """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it.
+
+        Transforms are given it as a batch of one row. Where they store another number of rows than one, LongTensor[n] is returned;
+        [0] if they drop it. timeout: seconds; None: the buffer's.
+        """
+        td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
+        if self._touched and self._transforms() and not len(td.batch_size):
+            index = self._store(self._to_store(td[None]), timeout, False, True, stream=stream)
+            return int(index) if len(index) == 1 else index
+        index = self._store(td, timeout, False, True, single=True, stream=stream)
+        return int(index) if len(index) else None
+
+    def set_writer(self, writer: Any) -> Any:
+        """Another way of writing rows than in turn. There is none: TypeError. Returns the previous one."""
+        raise TypeError(
+            f"rows are written in turn by the buffer's one writer; {type(writer).__name__} is none of its kinds"
+        )
+
+    def empty(self, empty_write_count: bool = True, *, timeout: float | None = None) -> None:
+        """Forget all rows, for every process; indices start again at 0. timeout: seconds; None: the buffer's.
+
+        Batches that other handles have drawn ahead (``prefetch``) are still given out.
+        """
+        timeout, since = self._timeout(timeout), time.monotonic()
+        with self._alone(timeout):
+            self.buffer.empty(empty_write_count=empty_write_count, timeout=left_of(timeout, since))
+        self._drop_ahead()
+
+    def _store(
+        self,
+        td: Any,
+        timeout: float | None,
+        wake: bool,
+        wait: bool,
+        single: bool = False,
+        stream: Any = None,
+        prioritise: bool | None = None,
+    ) -> Any:
+        """Lock, first build, room and commit share one timeout."""
+        ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
+        priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
+        if self._lock.acquire(False):  # the usual case, without the cost of a context manager
+            try:
+                ticket = storage.put(td, wake, timeout, single, key, stream, priorities)
+            finally:
+                self._lock.release()
+            if not wait:
+                return ticket
+        timeout = self._timeout(timeout)
+        if ticket is None:
+            with self._alone(timeout):
+                ticket = storage.put(td, wake, left_of(timeout, since), single, key, stream, priorities)
+        return ticket.wait(left_of(timeout, since)) if wait else ticket
+
+    def _sent_priorities(self, td: Any, key: Key, single: bool) -> np.ndarray | None:
+        """What rows carry under the priority key, if anybody draws by priority."""
+        name = key[0] if len(key) == 1 else key
+        held = td._tensordict if type(td) is TensorDict else None
+        if held is not None and key[0] not in held:  # the usual case
+            return None
+        if len(getattr(td, "batch_size", ())) != (0 if single else 1):  # the storage says so
+            return None
+        p = td.get(name, None) if is_tensor_collection(td) else None
+        if not isinstance(p, torch.Tensor) or not self.buffer._get("wants_priorities"):
+            return None
+        n = 1 if single else td.batch_size[0]
+        p = self._reduced(p.reshape(1, *p.shape) if single else p, n).expand(n)
+        return p.detach().cpu().to(torch.float64).numpy().reshape(n)
+
+    def _batch(self, data: Any) -> TensorDictBase:
+        if type(data) is TensorDict or isinstance(data, TensorDictBase):
+            return data
+        if isinstance(data, (list, tuple)):
+            if not data:
+                return TensorDict({}, batch_size=[0])
+            if not all(is_tensor_collection(d) for d in data):
+                raise SchemaError(
+                    f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}"
+                )
+            return stack(list(data))
+        if is_tensor_collection(data):
+            return data
+        return self._collect(data, None)
+
+    @staticmethod
+    def _collect(data: Any, batch_size: list | None) -> TensorDictBase:
+        size = "[n]" if batch_size is None else batch_size
+        hint = f": TensorDict(d, batch_size={size}) makes one of it, a Buffer takes dicts of arrays"
+        raise SchemaError(
+            f"rows are a TensorDict{'' if batch_size is not None else ' or a list of them'}, not {type(data).__name__}"
+            + (hint if isinstance(data, Mapping) else "")
+        )

@@ -1,0 +1,118 @@
+// Rows that are changed where they lie: an EDIT record in its collector's ring names rows and the bytes of them that become others.
+// The writer applies it in a transaction of its own, so that whoever dies, it is finished first; readers look at two counters:
+//
+//   edit_word     odd while an edit is being applied                one load before and one after a copy, while nobody edits
+//   stripe[slot]  odd while a row of the stripe may be half new     only where edit_word moved
+//
+//   E1  writer   edit_word odd; fence; stripes of the rows odd; fence   before the first byte
+//   E2           bytes → T4, the commit → stripes even → edit_word even → head_pub     the redo does the same
+//   E3  reader   edit_word; copy; fence(acquire); edit_word again: moved or odd → row by row by its stripe, in the same way
+//   E4  reader   a stripe that stays odd: the record is whole and in its ring until head_pub passes it, so the row as it will be is
+//                its bytes outside the spans and the record's inside: nobody waits for a writer that is stopped, or dead
+//
+// tests/models/edit.pml: -DNORAISE, -DNOSTRIPE, -DEVENEARLY and -DHALF each return a row that never was.
+#pragma once
+#include "ring.h"
+
+namespace shmbuf {
+
+// One EDIT record, where it lies: header {flags: spans}, the spans, the ids, and for each id the bytes of all spans, side by side.
+class EditRecord {
+ public:
+  EditRecord(const u8 *ring, u64 ring_bytes, u64 at, const Record &r)
+      : ring_(ring), size_(ring_bytes), spans_at_(at + sizeof(Record)), n_spans(r.flags), n(r.n_rows), bytes_(r.bytes) {}
+
+  // What a collector could have written; anything else means damaged memory.
+  bool sound(u64 row_bytes) {
+    width_ = 0;
+    for (u32 i = 0; i < n_spans; ++i) {
+      const Span s = span(i);
+      if (!s.bytes || u64(s.offset) + s.bytes > row_bytes) return false;
+      width_ += s.bytes;
+    }
+    return bytes_ == edit_bytes(n, n_spans, width_);
+  }
+  Span span(u32 i) const {
+    const u64 w = word(spans_at_ + u64(i) * 8);
+    return {u32(w), u32(w >> 32)};
+  }
+  u64 id(u64 j) const { return word(ids_at() + j * 8); }
+  void mark_stale(u64 j) { store(*reinterpret_cast<u64 *>(const_cast<u8 *>(ring_) + ((ids_at() + j * 8) & (size_ - 1))), kStale, relaxed); }
+  // After sound(). f(offset in the row, position of the new bytes in the ring, how many) for each span of row j.
+  template <class F> void each_span(u64 j, F f) const {
+    u64 at = ids_at() + n * 8 + j * width_;
+    for (u32 i = 0; i < n_spans; ++i) {
+      const Span s = span(i);
+      f(s.offset, at, s.bytes);
+      at += s.bytes;
+    }
+  }
+  void read(void *to, u64 at, u64 bytes) const {
+    const u64 o = at & (size_ - 1), first = std::min(bytes, size_ - o);
+    copy_bytes(to, ring_ + o, first);
+    if (bytes > first) copy_bytes(static_cast<u8 *>(to) + first, ring_, bytes - first);
+  }
+  static constexpr u64 kStale = ~0ull;  // in place of an id: the row was overwritten before the edit
+
+ private:
+  u64 ids_at() const { return spans_at_ + u64(n_spans) * 8; }
+  u64 word(u64 at) const { return load(*reinterpret_cast<const u64 *>(ring_ + (at & (size_ - 1) & ~7ull)), relaxed); }
+  const u8 *ring_;
+  u64 size_, spans_at_;
+
+ public:
+  const u32 n_spans;
+  const u64 n;
+
+ private:
+  u64 bytes_, width_ = 0;
+};
+
+inline u32 &stripe_of(const Segment &s, u64 id) { return s.edits().stripe[id % s.capacity % EditTable::kStripes]; }
+
+// Whether a row that is stored when block `now` is the truth goes by this id.
+inline bool is_live(const CommitBlock &now, u64 capacity, u64 id) { return id >= now.base && id < now.cursor && now.cursor - id <= capacity; }
+
+// ---- the writer's side ----
+inline void raise_edits(const Segment &s, const CommitBlock &now, EditRecord &e) {  // E1; again after a crash, as it is
+  u64 &word = s.control().edit_word;
+  if (const u64 w = load(word, relaxed); !(w & 1)) store(word, w + 1, relaxed);
+  fence(seq_cst);
+  for (u64 j = 0; j < e.n; ++j) {
+    if (!is_live(now, s.capacity, e.id(j))) continue;
+    u32 &stripe = stripe_of(s, e.id(j));
+    if (const u32 v = load(stripe, relaxed); !(v & 1)) store(stripe, v + 1, relaxed);
+  }
+  fence(seq_cst);  // pairs with E3
+}
+inline u64 apply_edits(const Segment &s, const CommitBlock &now, EditRecord &e) {
+  u64 applied = 0;
+  for (u64 j = 0; j < e.n; ++j) {
+    const u64 id = e.id(j);
+    if (!is_live(now, s.capacity, id)) {
+      e.mark_stale(j);
+      continue;
+    }
+    ++applied;
+    u8 *row = s.row(id);
+    e.each_span(j, [&](u64 offset, u64 at, u64 bytes) {
+#ifdef SHMBUF_FAILPOINTS
+      e.read(row + offset, at, bytes / 2);  // die with half a value in place
+      FAILPOINT(edit_half);
+#endif
+      e.read(row + offset, at, bytes);
+    });
+  }
+  return applied;
+}
+inline void settle_edits(const Segment &s) {  // E2, after the commit
+  u64 &word = s.control().edit_word;
+  const u64 w = load(word, relaxed);
+  if (!(w & 1)) return;
+  for (u32 &stripe : s.edits().stripe)
+    if (const u32 v = load(stripe, relaxed); v & 1) store(stripe, v + 1, release);
+  FAILPOINT(edit_settled);
+  store(word, w + 1, release);
+}
+
+}  // namespace shmbuf

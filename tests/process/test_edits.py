@@ -1,0 +1,82 @@
+"""Readers beside editors in other processes: every row is the old one or the new one, whole; no edit reaches another row."""
+
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+
+from shmbuf import Buffer, destroy
+from tests import oracle
+from tests.process import workers
+
+
+def edit(name: str, seed: int, stop) -> None:
+    """Turn the payload of random rows, some of which are being overwritten."""
+    buffer, rng = Buffer.attach(name), np.random.default_rng(seed)
+    while not stop.is_set():
+        lo, hi = buffer.window
+        ids = np.unique(rng.integers(max(0, lo - 5), hi, rng.integers(1, 40)))
+        rows, valid = buffer.try_gather(ids)
+        oracle.check_rows({k: v[valid] for k, v in rows.items()})
+        right = oracle.payload(rows["who"], rows["k"])  # what two editors make of it, one of them may undo
+        new = np.where(rng.integers(0, 2, len(ids)).astype(bool)[:, None], right, ~right)
+        buffer.edit(ids[valid], {"payload": new[valid]}, timeout=30)
+    buffer.close()
+
+
+def read(name: str, stop, out) -> None:
+    buffer, seen, turned = Buffer.attach(name), 0, 0
+    while not stop.is_set() or not seen:
+        lo, hi = buffer.window
+        rows, valid = buffer.try_gather(np.arange(lo, hi))
+        rows = {k: v[valid] for k, v in rows.items()}
+        oracle.check_rows(rows)
+        drawn, _ = buffer.draw(64, timeout=30)
+        oracle.check_rows(drawn)
+        seen += len(rows["k"])
+        turned += int((rows["payload"] != oracle.payload(rows["who"], rows["k"])).any(axis=1).sum())
+    out.put((seen, turned))
+    buffer.close()
+
+
+def test_no_torn_row_beside_editors_and_collectors(unique_name, tmp_path):
+    context = multiprocessing.get_context("fork")
+    stop, out, acks = context.Event(), context.Queue(), oracle.Acks(tmp_path / "acks")
+    with Buffer.create(unique_name, 64, schema=oracle.SCHEMA, ring_bytes=1 << 14) as buffer:
+        buffer.extend(oracle.make_rows(7, 0, 64))
+        tasks = [
+            (edit, (unique_name, 1, stop)),
+            (edit, (unique_name, 2, stop)),
+            (read, (unique_name, stop, out)),
+            (read, (unique_name, stop, out)),
+            (workers.collect, (unique_name, 3, acks.path, 5, stop, 1)),
+        ]
+        assert workers.run_all("fork", tasks, 4, stop) == [0] * 5
+        seen, turned = map(sum, zip(*(out.get(timeout=5) for _ in range(2)), strict=True))
+        s = buffer.stats()
+        assert seen > 1000 and 0 < turned < seen
+        assert s["edited_rows"] > 100 and s["malformed_records"] == 0 and not buffer.check()["findings"]
+    destroy(unique_name)
+
+
+def test_killed_editors_leave_no_half_edit(unique_name):
+    context = multiprocessing.get_context("fork")
+    with Buffer.create(unique_name, 64, schema=oracle.SCHEMA, ring_bytes=1 << 14, drain="caller") as buffer:
+        buffer.extend(oracle.make_rows(7, 0, 64))
+        rng = np.random.default_rng(3)
+        for turn in range(40):
+            stop = context.Event()
+            p = context.Process(target=edit, args=(unique_name, turn, stop))
+            p.start()
+            before = buffer.stats()["edited_rows"]
+            while buffer.stats()["edited_rows"] <= before + int(rng.integers(0, 200)):
+                oracle.check_rows(buffer.draw(64)[0])
+                assert p.is_alive()
+            os.kill(p.pid, signal.SIGKILL)
+            p.join()
+            oracle.check_rows(buffer.gather(range(64)))
+            assert buffer.edit(range(64), oracle.edited(buffer.gather(range(64))), timeout=30).all()
+            oracle.check_rows(buffer.gather(range(64)))
+        assert not buffer.check()["findings"] and buffer.stats()["malformed_records"] == 0
+    destroy(unique_name)

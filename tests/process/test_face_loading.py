@@ -1,0 +1,92 @@
+"""A replay buffer in DataLoader workers, which attach by name, and in other processes with batches drawn ahead. Imports torch."""
+
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+import shmbuf
+from shmbuf import SamplerWithoutReplacement, ShmStorage, TensorDictReplayBuffer
+
+
+def numbered(first: int, n: int) -> TensorDict:
+    k = torch.arange(first, first + n)
+    return TensorDict({"k": k, "obs": k[:, None].float().expand(n, 3)}, [n])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_draw_each_their_own_and_share_an_epoch(method, unique_name):
+    with TensorDictReplayBuffer(storage=ShmStorage(1000, name=unique_name), batch_size=8) as rb:
+        rb.extend(numbered(0, 200))
+        how = {
+            "collate_fn": rb.as_dataset(0).collate,
+            "num_workers": 2,
+            "multiprocessing_context": method,
+            "timeout": 100,
+        }
+        batches = list(DataLoader(rb.as_dataset(9), **how))
+        assert len(batches) == 9 and all(b.batch_size == (8,) and (b["obs"][:, 0] == b["k"]).all() for b in batches)
+        assert len({tuple(b["k"].tolist()) for b in batches}) == 9, "each worker has a seed of its own"
+        rb.set_sampler(SamplerWithoutReplacement(shared=True))
+        epoch = torch.cat([b["k"] for b in DataLoader(rb.as_dataset(25), **how)])
+        assert sorted(epoch.tolist()) == list(range(200)), "each row to one worker"
+    shmbuf.destroy(unique_name)
+
+
+def test_without_workers_and_without_a_number(unique_name):
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(100, name=unique_name), batch_size=8, sampler=SamplerWithoutReplacement()
+    ) as rb:
+        rb.extend(numbered(0, 20))
+        data = rb.as_dataset()
+        got = list(DataLoader(data, batch_size=None, collate_fn=data.collate))
+        assert sorted(torch.cat([b["k"] for b in got]).tolist()) == list(range(20))
+        assert sorted(next(iter(DataLoader(data, 3, collate_fn=data.collate)))["k"].tolist()) == list(range(20))
+        assert list(rb.as_dataset(0)) == []
+        with pytest.raises(ValueError, match="num_batches=-1"):
+            rb.as_dataset(-1)
+    shmbuf.destroy(unique_name)
+    with TensorDictReplayBuffer() as rb, pytest.raises(RuntimeError, match="batch_size not specified"):
+        rb.as_dataset()
+
+
+def draw(rb, out) -> None:
+    torch.set_num_threads(1)
+    out.put([rb.sample(timeout=60)["k"].tolist() for _ in range(4)])
+
+
+def test_a_fork_child_draws_ahead_by_threads_of_its_own(unique_name):
+    context = multiprocessing.get_context("fork")
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=8, prefetch=3) as rb:
+        rb.extend(numbered(0, 20))
+        rb.sample()
+        out = context.Queue()
+        p = context.Process(target=draw, args=(rb, out))
+        p.start()
+        theirs = out.get(timeout=60)
+        p.join(60)
+        assert p.exitcode == 0 and len(theirs) == 4
+        assert theirs != [rb.sample()["k"].tolist() for _ in range(4)]
+    shmbuf.destroy(unique_name)
+
+
+ENDS = """
+import sys, torch, shmbuf
+rb = shmbuf.attach(sys.argv[1], prefetch=3, collate_fn=lambda td: td)
+rb.sample()
+it = iter(rb)
+next(it)
+print("drawn", flush=True)
+"""
+
+
+def test_an_interpreter_ends_with_batches_in_flight(unique_name):
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=8) as rb:
+        rb.extend(numbered(0, 20))
+        done = subprocess.run([sys.executable, "-c", ENDS, unique_name], capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["drawn"], "")
+    shmbuf.destroy(unique_name)

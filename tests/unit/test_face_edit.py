@@ -1,0 +1,145 @@
+"""Rows changed in place through the face."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from shmbuf import SchemaError, ShmStorage, TensorDictReplayBuffer
+from tests.unit.helpers import unmoved
+from tests.unit.helpers_torch import rows, same
+
+
+@pytest.fixture
+def full(make_rb):
+    rb = make_rb(10)
+    rb.extend(rows(0, 10))
+    return rb
+
+
+INDICES = [2, -1, slice(2, 5), slice(None, None, 3), [1, 7], torch.tensor([0, 9, 3]), torch.arange(10) % 2 == 0, ...]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_set_at_changes_these_rows_and_no_others(full, index):
+    expected = rows(0, 10)
+    expected["obs"][index] = -1.0
+    value = torch.full_like(expected["obs"][index], -1)
+    assert full.set_at_("obs", value, index) is full
+    assert same(full[:], expected)
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_rows_are_replaced_by_index(full, index):
+    expected, new = rows(0, 10), rows(100, 10)
+    full[index] = new[index]
+    expected[index] = new[index]
+    assert same(full[:], expected)
+
+
+def test_a_number_or_one_row_goes_to_all(full):
+    full.set_at_("k", 7, [1, 2])
+    full.set_at_("obs", torch.arange(4.0), slice(5, 8))
+    assert full["k"].tolist() == [0, 7, 7, 3, 4, 5, 6, 7, 8, 9]
+    assert full["obs"][5:8].tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_set_and_update_change_all_rows(full):
+    assert full.set_("k", torch.arange(10) + 50) is full
+    assert full["k"].tolist() == list(range(50, 60))
+    obs = torch.randn(10, 4)
+    full.update_({"obs": obs, "next": {"obs": -obs}}, clone=True)
+    assert (full["obs"] == obs).all() and (full["next", "obs"] == -obs).all()
+    full.update_(rows(0, 10), keys_to_update=["k", ("next", "obs")])
+    assert full["k"].tolist() == list(range(10)) and (full["obs"] == obs).all()
+    full["k"] = torch.zeros(10, dtype=torch.int64)
+    assert full["k"].tolist() == [0] * 10
+
+
+def test_what_was_read_in_order_can_be_written_back(make_rb):
+    rb = make_rb(10)
+    rb.extend(rows(0, 6))
+    part = rb.read_all_in_order(end=3)
+    part["k"] += 10
+    rb.write_all(part, end=3)
+    assert rb["k"].tolist() == [10, 11, 12, 3, 4, 5]
+    part = rb.read_all_in_order(4)
+    part["k"] *= 0
+    rb.write_all(part)
+    assert rb["k"].tolist() == [0, 0, 0, 0, 4, 5]
+    rb.extend(rows(6, 4))
+    rb.write_all(rows(20, 10))
+    assert same(rb[:], rows(20, 10))
+    with pytest.raises(RuntimeError, match=r"batch size \[3\] for an index of shape \[10\]"), unmoved(rb.buffer):
+        rb.write_all(rows(0, 3))
+    sample = rb.sample(1)
+    rb[int(sample["index"])] = sample[0]
+    assert same(rb[:], rows(20, 10)), "a sample's own numbers are no keys"
+
+
+WRONG = [
+    (lambda rb: rb.set_("nope", torch.zeros(10)), KeyError, "'nope' is not stored"),
+    (lambda rb: rb.set_at_(("next", "nope"), 0, 1), KeyError, "is not stored"),
+    (lambda rb: rb.update_({"obs": torch.zeros(10, 4), "nope": torch.zeros(10)}), KeyError, "'nope'"),
+    (lambda rb: rb.update_({}, keys_to_update=["obs"]), KeyError, "keys_to_update"),
+    (lambda rb: rb.update_(5), TypeError, "not int"),
+    (lambda rb: rb.set_("obs", torch.zeros(9, 4)), RuntimeError, r"shape \[9, 4\] for 10 rows: \[10, 4\]"),
+    (lambda rb: rb.set_("obs", torch.zeros(4)), RuntimeError, r"shape \[4\]"),
+    (lambda rb: rb.set_at_("obs", torch.zeros(3), [0, 1]), RuntimeError, r"\[2, 4\] is needed"),
+    (lambda rb: rb.set_at_("obs", torch.zeros(2, 4).double(), [0, 1]), SchemaError, "expected float32, got float64"),
+    (lambda rb: rb.set_at_("k", 0.5, [0]), SchemaError, "expected int64"),
+    (lambda rb: rb.set_at_("k", 0, 10), IndexError, "10"),
+    (lambda rb: rb.set_at_("k", 0, torch.ones(9, dtype=torch.bool)), IndexError, ""),
+    (lambda rb: rb.set_at_("k", 0, True), IndexError, "bool"),
+    (lambda rb: rb.__setitem__(0, 5), SchemaError, "not int"),
+    (lambda rb: rb.__setitem__(0, rows(0, None).exclude("k")), SchemaError, "'k' is missing"),
+    (lambda rb: rb.__setitem__(0, rows(0, None).set("more", torch.zeros(()))), SchemaError, "'more' is not in"),
+    (lambda rb: rb.__setitem__(slice(0, 3), rows(0, 2)), RuntimeError, r"batch size \[2\]"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_what_is_refused_changes_nothing(full, call, error, text):
+    with pytest.raises(error, match=text), unmoved(full.buffer):
+        call(full)
+    assert same(full[:], rows(0, 10))
+
+
+def test_update_if_present_leaves_other_rows_alone(make_name):
+    storage = ShmStorage(4, name=make_name(), schema={"x": "float32", "v": "int64"}, drain="caller")
+    with TensorDictReplayBuffer(storage=storage) as rb:
+
+        def put(*v: int):
+            rb.extend(TensorDict({"x": torch.zeros(len(v)), "v": torch.tensor(v)}, [len(v)]))
+
+        put(5, 5, 5, 5)
+        handle = {"index": torch.arange(4), "generation": torch.zeros(4, dtype=torch.int64)}
+        put(9)  # overwrites slot 0
+        got = rb.update_if_present(**handle, patch={"x": torch.ones(4)})
+        assert got.updated.tolist() == [False, True, True, True]
+        assert (got.updated_count, got.stale_count, got.version_rejected) == (3, 1, None)
+        assert rb["x"].tolist() == [0, 1, 1, 1]
+        new = dict(version_key="v", version=torch.tensor([6, 6, 4, 5]), require_newer=True)
+        future = rb.submit_update_if_present(**handle, patch={"x": torch.full((4,), 2.0)}, **new)
+        rb.synchronize()
+        got = future.result(60)
+        assert got.updated.tolist() == [False, True, False, False]
+        assert (got.updated_count, got.stale_count, got.version_rejected_count) == (1, 1, 2)
+        assert rb["x"].tolist() == [0, 2, 1, 1] and rb["v"].tolist() == [9, 6, 5, 5]
+        twice = {"index": torch.tensor([3, 3, 3]), "generation": torch.zeros(3, dtype=torch.int64)}
+        got = rb.update_if_present(**twice, patch={"x": torch.arange(3.0)}, version_key="v", version=[7, 8, 8])
+        assert got.updated.tolist() == [False, False, True] and rb["x"][3] == 2
+        for kw, error, text in [
+            ({"version_key": "v"}, ValueError, "provided together"),
+            ({"version_key": "a.b", "version": 1}, ValueError, "Dotted-string"),
+            ({"version_key": "x", "version": 1}, ValueError, "may not appear in patch"),
+            ({"version_key": "w", "version": 1}, KeyError, "'w'"),
+        ]:
+            with pytest.raises(error, match=text), unmoved(rb.buffer):
+                rb.update_if_present(**handle, patch={"x": torch.zeros(4)}, **kw)
+        with pytest.raises(ValueError, match="same number of records"):
+            rb.update_if_present(index=[0, 1], generation=[0], patch={})
+        rb.shutdown()
+        with pytest.raises(RuntimeError, match="cannot accept updates"):
+            rb.submit_update_if_present(**handle, patch={})
