@@ -342,6 +342,10 @@ def run(label: str, how: str, hit: int, directory: str, scenario: Scenario, *, k
             reads_go_on(creator, scenario.late, all_of_them=label.startswith("edit"))
             os.kill(pid, signal.SIGCONT)
             assert wait(pid) == 0, where
+        if how == "kill" and label.startswith("edit"):  # before another edit settles it
+            creator.drain()
+            found = creator._handle.audit(0.0)["findings"]
+            assert not found, f"{where}: {found}"
         if kill_successor:  # and who comes to finish its work, at the same step; and who comes then, at the next commit
             for again in (where, "txn_committed=kill@1"):
                 recover(creator, acks.counts)
