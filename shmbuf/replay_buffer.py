@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf.attaching import FACES, INTEGERS, REALS, attach, checked_sampler, is_plain, numbers, positive, unpickle
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, NotEnoughRows, RingFull, SchemaError
+from shmbuf.forms import take_apart, take_items
 from shmbuf.limiter import Words, scaled
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import SAMPLERS, RandomSampler, Sampler
@@ -55,7 +56,13 @@ class ReplayBuffer:
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name and
     the arguments of its sampler and unit (what is set later, or is a function, stays behind: see `attach`), under spawn, fork or
     forkserver. Any of them may extend first. Methods may be called from several threads.
+
+    Rows are TensorDicts, tensors, numpy arrays, tensorclasses, or dicts, lists and tuples of tensors, arrays and (of `add` and lists)
+    small Python values; they come back as they went in. The first write decides which. A list given to `extend` is one row an item.
+    Samples of other forms than TensorDict have no "index" and "row_id" in them: ``return_info=True`` gives these.
     """
+
+    _takes_forms = True
 
     def __init__(
         self,
@@ -179,7 +186,7 @@ class ReplayBuffer:
 
         timeout: seconds; None: the buffer's.
         """
-        td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
+        td = data if isinstance(data, TensorDictBase) else self._one(data)
         index = self._store(td, timeout, False, True, single=True, stream=stream)
         return int(index) if len(index) else None
 
@@ -235,9 +242,16 @@ class ReplayBuffer:
         finally:
             self._lock.release()
 
-    def _batch(self, data: Any) -> TensorDictBase:
+    def _batch(self, data: Any) -> Any:
         if type(data) is TensorDict or isinstance(data, TensorDictBase):
             return data
+        if isinstance(data, list) and not data:
+            return TensorDict({}, batch_size=[0])
+        if self._takes_forms:
+            if not isinstance(data, list):
+                return take_apart(data, False)
+            if not all(isinstance(d, TensorDictBase) for d in data):
+                return take_items(data)
         if isinstance(data, (list, tuple)):
             if not data:
                 return TensorDict({}, batch_size=[0])
@@ -249,6 +263,11 @@ class ReplayBuffer:
         if is_tensor_collection(data):
             return data
         return self._collect(data, None)
+
+    def _one(self, data: Any) -> Any:
+        if self._takes_forms:
+            return take_apart(data, True)
+        return data if is_tensor_collection(data) else self._collect(data, [])
 
     @staticmethod
     def _collect(data: Any, batch_size: list | None) -> TensorDictBase:
@@ -292,6 +311,13 @@ class ReplayBuffer:
                 )
             n = out.batch_size[0] if out.batch_dims else 0
         sampler, buffer = self._sampler, self.buffer
+        if (
+            out is not None
+            and buffer.schema is not None
+            and self._storage.schema()
+            and self._storage.presents is not None
+        ):
+            raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")
         if self._rng is not None:
             self._reseed(self._rng)
         left = buffer.acquire_samples(n, timeout)
@@ -309,8 +335,11 @@ class ReplayBuffer:
             buffer.refund_samples(n - got)
         if return_info or include_info:
             keys = (*sampler.info_keys, *(self._unit.info_keys if self._unit is not None else ()))
-            return td, {k: td[k] for k in keys if k in td.keys(True)}
-        return td
+            return self._presented(td), {k: td[k] for k in keys if k in td.keys(True)}
+        return td if self._storage.presents is None else self._storage.presents(td)
+
+    def _presented(self, td: TensorDictBase) -> Any:
+        return td if self._storage.presents is None else self._storage.presents(td.copy())
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Draw by another sampler from now on, through this handle."""
@@ -533,6 +562,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     Args:
         priority_key: rows may carry their priority under this key. It is stored only if the schema has it.
     """
+
+    _takes_forms = False
 
     def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **kw: Any):
         self._priority_key = as_key(priority_key)
