@@ -180,7 +180,9 @@ def put_together(form: Form, td: TensorDictBase) -> Any:
 def _join(form: Form, td: TensorDictBase, key: Key) -> Any:
     kind = form[0]
     if kind in ("tensor", "array", "value"):
-        leaf = td.get(key or ROOT)
+        leaf = td.get(key or ROOT, None)
+        if leaf is None:
+            raise KeyError(show_key(key or ROOT))
         if kind == "value":
             return leaf.tolist()
         return leaf.numpy() if kind == "array" else leaf
@@ -197,5 +199,7 @@ def _join(form: Form, td: TensorDictBase, key: Key) -> Any:
             stacklevel=4,
         )
         return dict(zip(fields, parts, strict=True))
+    if kind not in ("list", "tuple"):
+        raise KeyError(kind)
     parts = [_join(f, td, (*key, str(i))) for i, f in enumerate(form[1])]
     return parts if kind == "list" else tuple(parts)

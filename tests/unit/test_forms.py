@@ -203,3 +203,22 @@ def test_tensordict_buffers_take_no_dicts():
             with pytest.raises(SchemaError):
                 rb.extend(bad)
         assert not rb.initialized
+
+
+def test_a_forged_form_is_an_error_and_runs_nothing():
+    from shmbuf.errors import BufferFormatError
+    from shmbuf.forms import put_together
+
+    td = TensorDict({"data": X}, [3])
+    for form in (
+        [],
+        ["dict"],
+        ["dict", ["a"], [["tensor"]]],
+        ["other", []],
+        ["namedtuple", "os", "system", ["a"], 3],
+        [7],
+    ):
+        with pytest.raises(BufferFormatError, match="cannot be used"):
+            put_together(form, td)
+    with pytest.warns(UserWarning, match="has not imported"):
+        assert put_together(["namedtuple", "os", "system", ["data"], [["tensor"]]], td).keys() == {"data"}
