@@ -59,6 +59,10 @@ class ReplayBuffer(State):
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, its
     transforms and the arguments of its sampler and unit (what is set later, or is a sampler's function, stays behind: see `attach`),
     under spawn, fork or forkserver. Any of them may extend first. Methods may be called from several threads.
+
+    Rows are TensorDicts, tensors, numpy arrays, tensorclasses, or dicts, lists and tuples of tensors, arrays and (of `add` and lists)
+    small Python values; they come back as they went in. The first write decides which. A list given to `extend` is one row an item.
+    Samples of other forms than TensorDict have no "index" and "row_id" in them: ``return_info=True`` gives these.
     """
 
     def __init__(
@@ -212,6 +216,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     Args:
         priority_key: rows may carry their priority under this key. It is stored only if the schema has it.
     """
+
+    _takes_forms = False
 
     def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **kw: Any):
         self._priority_key = as_key(priority_key)

@@ -1,7 +1,8 @@
 """What a row is made of: leaf names, dtypes and shapes, where each lies in the row, and the check of incoming rows.
 
 No torch here: a dtype is its torch name as a string. numpy has no bfloat16, complex32 or float8; at the numpy level these
-columns are their raw bits (uint16, uint32, uint8).
+columns are their raw bits (uint16, uint32, uint8), and those of Python values, ``("msgpack", max_bytes)``, are their bytes:
+`shmbuf.packed.encode` and `decode`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ _BYTES = {
 }
 DTYPES: dict[str, DType] = {name: DType(_BYTES[name], name, f"|{f}|") for name, f in _FORMATS.items()}
 DTYPES.update({name: DTYPES[raw]._replace(numpy=raw) for name, raw in _RAW.items()})
+PACKED = "msgpack"  # one Python value a row, in at most shape[0] bytes: see `shmbuf.packed`
+_STORED = {**DTYPES, PACKED: DTYPES["uint8"]}
 
 
 def dtype_name(dtype: Any) -> str:
@@ -156,11 +159,11 @@ class Column:
 
     @cached_property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].bytes * math.prod(self.shape)
+        return _STORED[self.dtype].bytes * math.prod(self.shape)
 
     @property
     def numpy(self) -> str:
-        return DTYPES[self.dtype].numpy
+        return _STORED[self.dtype].numpy
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -171,21 +174,27 @@ class Schema:
 
     Args:
         columns: in the order in which they come back.
+        form: what rows are where they are no TensorDicts: see `shmbuf.forms`.
 
     Raises:
         SchemaError: no column, one key twice or inside another, a shape or a row that is too large.
     """
 
-    def __init__(self, columns: Sequence[Column]):
+    def __init__(self, columns: Sequence[Column], form: list | None = None):
+        self.form = form
         if not columns:
             raise SchemaError("a schema needs at least one column")
         if len(columns) > MAX_COLUMNS:
             raise SchemaError(f"{len(columns)} columns; at most {MAX_COLUMNS}")
         seen: set[Key] = set()
         for c in columns:
-            if c.dtype not in DTYPES:
+            if c.dtype not in _STORED:
                 raise SchemaError(f"key {show_key(c.key)}: dtype {c.dtype!r} is unknown")
             as_key(c.key)
+            if c.dtype == PACKED and (len(c.shape) != 1 or not c.shape[0]):
+                raise SchemaError(
+                    f'key {show_key(c.key)}: a column of values is ("msgpack", max_bytes), not {list(c.shape)}'
+                )
             if len(c.shape) > MAX_DIMS:
                 raise SchemaError(f"key {show_key(c.key)}: {len(c.shape)} dimensions; at most {MAX_DIMS}")
             if any(not isinstance(d, int) or not 0 <= d <= MAX_ROW_BYTES for d in c.shape):
@@ -199,7 +208,7 @@ class Schema:
                     raise SchemaError(f"key {show_key(key[:depth])} is a column and also holds {show_key(key)}")
         # Widest alignment first: no padding between columns. Their order in self.columns stays the caller's.
         place, offsets = 0, {}
-        for c in sorted(columns, key=lambda c: -min(8, DTYPES[c.dtype].bytes)):
+        for c in sorted(columns, key=lambda c: -min(8, _STORED[c.dtype].bytes)):
             offsets[c.key] = place
             place += c.nbytes
         if place > MAX_ROW_BYTES:
@@ -226,7 +235,7 @@ class Schema:
                 if isinstance(shape, str):
                     raise TypeError("a shape is a tuple of int")
                 shape = (shape,) if isinstance(shape, int) else tuple(operator.index(d) for d in shape)
-                columns.append(Column(key, dtype_name(dtype), shape))
+                columns.append(Column(key, PACKED if dtype == PACKED else dtype_name(dtype), shape))
             except (TypeError, ValueError) as e:
                 raise SchemaError(f"key {show_key(key)}: {value!r} is no (dtype, shape): {e}") from None
         return cls(columns)
@@ -248,15 +257,21 @@ class Schema:
         return cls(columns)
 
     def to_bytes(self) -> bytes:
-        return msgpack.packb({"columns": [[list(c.key), c.dtype, list(c.shape), c.offset] for c in self.columns]})
+        form = {} if self.form is None else {"form": self.form}
+        return msgpack.packb(
+            {"columns": [[list(c.key), c.dtype, list(c.shape), c.offset] for c in self.columns], **form}
+        )
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Schema:
         """Raises BufferFormatError if the bytes are no schema, or one laid out otherwise than this shmbuf would."""
         try:
-            read = msgpack.unpackb(blob)["columns"]
-            schema = cls([Column(as_key(k), d, tuple(s)) for k, d, s, _ in read])
-        except (SchemaError, ValueError, TypeError, KeyError, msgpack.UnpackException) as e:
+            whole = msgpack.unpackb(blob)
+            read, form = whole["columns"], whole.get("form")
+            if not isinstance(form, (list, type(None))):
+                raise ValueError(f"form {form!r}")
+            schema = cls([Column(as_key(k), d, tuple(s)) for k, d, s, _ in read], form)
+        except (SchemaError, ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as e:
             raise BufferFormatError(f"the segment's schema cannot be read: {e}") from None
         if [c.offset for c in schema.columns] != [o for *_, o in read]:
             raise BufferFormatError("the segment's columns are laid out as no version of shmbuf known here does")
@@ -273,7 +288,7 @@ class Schema:
                 c.offset,
                 c.nbytes,
                 list(c.shape),
-                DTYPES[c.dtype].formats,
+                _STORED[c.dtype].formats,
                 dtypes[i] if dtypes else None,
                 nodes[c.key[:-1]],
                 sys.intern(c.key[-1]),
@@ -301,11 +316,13 @@ class Schema:
     def require_same(self, other: Schema, whose: str) -> None:
         """Raises SchemaError listing the differences of ``other``."""
         lines = self.differences({c.key: (c.dtype, c.shape) for c in other.columns})
+        if self.form != other.form:
+            lines.append(f"rows are of the form {other.form or 'TensorDict'}, expected {self.form or 'TensorDict'}")
         if lines:
             raise SchemaError(f"{whose} does not fit the buffer's schema:\n  " + "\n  ".join(lines))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schema) and self.columns == other.columns
+        return isinstance(other, Schema) and (self.columns, self.form) == (other.columns, other.form)
 
     def __hash__(self) -> int:
         return hash(self.columns)

@@ -15,7 +15,10 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.errors import Lapped, SchemaError
-from shmbuf.schema import Column, Key, Schema, flatten, show_key
+from shmbuf.forms import Rows, show
+from shmbuf.packed import bound_of, fill
+from shmbuf.presenting import Presenting, pack_all, values_of
+from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
 from shmbuf.tensors import make_tensordict, plain, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
@@ -44,7 +47,7 @@ def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
 
 
 def _torch_dtype(c: Column) -> torch.dtype:
-    dtype = getattr(torch, c.dtype, None)
+    dtype = torch.uint8 if c.dtype == PACKED else getattr(torch, c.dtype, None)
     if dtype is None:
         raise SchemaError(f"key {show_key(c.key)}: torch {torch.__version__} has no {c.dtype}")
     return dtype
@@ -65,7 +68,8 @@ class ShmStorage:
         max_size: capacity in rows.
         name: 1 to 100 characters of ``A-Za-z0-9._-``; None: unnamed, ends with the process that made it.
         schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch whose first row is taken). With neither,
-            the first `extend` or `put` of any process decides.
+            the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
+            and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
         device: ``"cpu"``.
         ndim: 1.
         trajectories, traj_key, end_keys (default: what the sampler says), and the others: see `Buffer.create`.
@@ -118,6 +122,10 @@ class ShmStorage:
         )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
+        self._direct = False  # rows may be what the core takes as it is
+        self.presents: Presenting | None = (
+            None  # the last step of a sample, where rows are more than tensors in a TensorDict
+        )
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
 
     @classmethod
@@ -139,9 +147,15 @@ class ShmStorage:
             example = make.pop("example")
             if example is not None:
                 batched = isinstance(example, TensorDictBase) and example.batch_dims > 0
-                leaves = tensor_leaves(example) if isinstance(example, TensorDictBase) else flatten(example)
+                values: dict[Key, Any] = {}
+                leaves = (
+                    tensor_leaves(example, others=values) if isinstance(example, TensorDictBase) else flatten(example)
+                )
                 arrays = {k: v if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in leaves.items()}
-                shown = Schema.from_leaves(arrays, int(batched))
+                columns = [*Schema.from_leaves(arrays, int(batched)).columns] if arrays else []
+                for k, v in values.items():
+                    columns.append(Column(k, PACKED, (bound_of(pack_all(k, v if batched else [v])),)))
+                shown = Schema(columns)
                 if make["schema"] is not None:
                     given = make["schema"]
                     make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
@@ -163,7 +177,8 @@ class ShmStorage:
             yield
         except BaseException:
             if mine:
-                self._buffer = self._ready = None
+                self._buffer = self._ready = self.presents = None
+                self._direct = False
                 if buffer.created:
                     buffer.destroy(force=True)
                 else:
@@ -197,6 +212,8 @@ class ShmStorage:
         if not self._shadowed:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
             self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
+        self.presents = Presenting.of(schema)
+        self._direct = self.presents is None
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -215,7 +232,7 @@ class ShmStorage:
 
         The ticket's ``wait`` gives a LongTensor of indices. timeout: None: the buffer's. Errors: see `Buffer.put`.
         """
-        if self._ready is not None and type(td) is TensorDict and stream is None and priorities is None:
+        if self._direct and type(td) is TensorDict and stream is None and priorities is None:
             batch = td.batch_size
             if len(batch) == (0 if single else 1):
                 ticket = self._buffer.submit(  # type: ignore[union-attr]
@@ -249,6 +266,8 @@ class ShmStorage:
         check: Callable[[int, Schema], object],
     ) -> tuple[list[torch.Tensor], int]:
         """Whatever can be taken, plain; else a SchemaError with every difference."""
+        if isinstance(td, Rows):
+            return self._accept(dict(td.leaves), {}, td.form, td.n, priority_key, timeout, check)
         if not isinstance(td, TensorDictBase) and not is_tensor_collection(td):
             raise SchemaError(f"rows are a TensorDict, not {type(td).__name__}")
         batch = tuple(td.batch_size)
@@ -267,32 +286,71 @@ class ShmStorage:
                 )
             )
             raise SchemaError(f"got batch size {list(batch)}: {what}.{hint} Nothing was stored.")
-        schema = self.buffer.schema
-        leaves = tensor_leaves(td)
-        if not leaves and not single and batch[0] == 0:
+        values: dict[Key, Any] = {}
+        leaves = tensor_leaves(td, others=values)
+        return self._accept(leaves, values, None, -1 if single else batch[0], priority_key, timeout, check)
+
+    def _accept(
+        self,
+        leaves: dict[Key, Any],
+        values: dict[Key, Any],
+        form: list | None,
+        n: int,
+        priority_key: Key | None,
+        timeout: float | None,
+        check: Callable[[int, Schema], object],
+    ) -> tuple[list[torch.Tensor], int]:
+        """Leaves (those that are Python values: one, or one a row) in column order, or a SchemaError with every difference."""
+        single, schema = n < 0, self.buffer.schema
+        if not leaves and not values and n == 0:
             return [], 0
+        if form is not None:
+            if own := [k for k in leaves if k[:1] in _ADDED]:
+                raise SchemaError(
+                    f"key {show_key(own[0])}: {own[0][0]!r} is what samples call their own numbers; name it otherwise"
+                )
+            values = {k: v for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
+            leaves = {k: v for k, v in leaves.items() if k not in values}
+        if schema is not None and form != schema.form:
+            raise SchemaError(f"rows are {show(form)}, the buffer's are {show(schema.form)}. Nothing was stored.")
         known = set(schema.keys) if schema is not None else set()
         for key in [
             k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known
         ]:
             del leaves[key]
         leaves = {k: plain(k, t) for k, t in leaves.items()}
+        columns = {c.key: c for c in schema.columns} if schema is not None else {}
+        for key, value in values.items():
+            if schema is not None and (key not in columns or columns[key].dtype != PACKED):
+                one = value if single else next(iter(value), None)
+                raise SchemaError(
+                    f"key {show_key(key)}: non-tensor data ({type(one).__name__}) cannot be stored; the schema has "
+                    f"{columns.get(key, 'no such key')}"
+                )
+        packed = {k: pack_all(k, [v] if single else v) for k, v in values.items()}
         lead = 0 if single else 1
         if schema is None:
-            if not single and batch[0] == 0:
+            if n == 0:
                 return [], 0
-            _check_names(found := Schema.from_leaves(leaves, lead))
-            check(1 if single else batch[0], found)  # what is refused must not fix the schema
+            made = [*Schema.from_leaves(leaves, lead).columns] if leaves else []
+            made += [Column(k, PACKED, (bound_of(v),)) for k, v in packed.items()]
+            _check_names(found := Schema(made, form))
+            check(1 if single else n, found)  # what is refused must not fix the schema
             self.buffer._build(found, "the first rows", timeout)
             schema = self.buffer.schema
             assert schema is not None
         got = {k: (str(t.dtype).removeprefix("torch."), tuple(t.shape[lead:])) for k, t in leaves.items()}
+        columns = {c.key: c for c in schema.columns}
+        got.update({k: (PACKED, columns[k].shape if k in columns else ()) for k in packed})
         lines = schema.differences(got)
         if lines:
             raise SchemaError("rows do not fit the buffer's schema; nothing was stored:\n  " + "\n  ".join(lines))
         if self._ready is not schema:
             self._prepare(schema)
-        return [leaves[k] for k in schema.keys], -1 if single else batch[0]
+        for k, each in packed.items():
+            filled = torch.from_numpy(fill(each, columns[k].shape[0], f"key {show_key(k)}"))
+            leaves[k] = filled[0] if single else filled
+        return [leaves[k] for k in schema.keys], n
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -432,8 +490,18 @@ class ShmStorage:
 
     def get(self, index: Any) -> Any:
         """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column."""
+        got = self._get(index)
+        return got if self.presents is None or self._is_key(index) else self.presents(got)
+
+    @staticmethod
+    def _is_key(index: Any) -> bool:
+        return isinstance(index, str) or (
+            isinstance(index, tuple) and bool(index) and all(isinstance(p, str) for p in index)
+        )
+
+    def _get(self, index: Any) -> Any:
         schema = self.schema()
-        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(p, str) for p in index)):
+        if self._is_key(index):
             return self._column(schema, (index,) if isinstance(index, str) else index)
         size, single = len(self), False
         if isinstance(index, (bool, np.bool_)):
@@ -492,11 +560,12 @@ class ShmStorage:
             columns.add(c.offset, c.nbytes, list(c.shape), "", None)
 
         def read(slots: np.ndarray) -> tuple[int, list[torch.Tensor]]:
-            leaves = [torch.empty((len(slots), *c.shape), dtype=getattr(torch, c.dtype)) for c in chosen]
+            leaves = [torch.empty((len(slots), *c.shape), dtype=_torch_dtype(c)) for c in chosen]
             self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], slots)
             return len(slots), leaves
 
         n, leaves = self._clipped(slice(None), read)
+        leaves = [values_of(t) if c.dtype == PACKED else t for c, t in zip(chosen, leaves, strict=True)]
         if chosen[0].key == key:
             return leaves[0]
         return make_tensordict(tree_of(tuple(c.key[len(key) :] for c in chosen)), leaves, torch.Size((n,)))

@@ -13,8 +13,9 @@ from shmbuf.errors import SchemaError
 from shmbuf.schema import Key, show_key
 
 
-def tensor_leaves(td: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
-    """Leaves by key, nested ones too. Raises SchemaError for a non-tensor leaf, naming it."""
+def tensor_leaves(td: Any, prefix: Key = (), others: dict[Key, Any] | None = None) -> dict[Key, torch.Tensor]:
+    """Leaves by key, nested ones too. Non-tensor ones go to ``others``, as a value or (batched) a list of them; without it they are a
+    SchemaError, which names the key."""
     out: dict[Key, torch.Tensor] = {}
     for name in list(td.keys()):  # a TensorDict iterates over its rows
         key = (*prefix, name)
@@ -22,13 +23,15 @@ def tensor_leaves(td: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
             value = td.get(name)
         except RuntimeError as e:  # a lazy stack of different shapes
             raise SchemaError(f"key {show_key(key)}: its rows have no common shape: {str(e).splitlines()[0]}") from None
-        if is_non_tensor(value):
+        if is_non_tensor(value) and others is not None:
+            others[key] = value.tolist() if td.batch_dims else value.data
+        elif is_non_tensor(value):
             raise SchemaError(
                 f"key {show_key(key)}: non-tensor data ({type(getattr(value, 'data', value)).__name__}) cannot be "
                 "stored; encode it as a tensor of fixed shape"
             )
-        if is_tensor_collection(value):
-            out.update(tensor_leaves(value, key))
+        elif is_tensor_collection(value):
+            out.update(tensor_leaves(value, key, others))
         elif isinstance(value, torch.Tensor):
             out[key] = value
         else:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.attaching import checked_sampler, positive
-from shmbuf.errors import NotEnoughRows
+from shmbuf.errors import NotEnoughRows, SchemaError
 from shmbuf.face.dataset import ReplayDataset
 from shmbuf.face.prefetching import Prefetcher
 from shmbuf.face.transforming import Transforming
@@ -64,8 +64,10 @@ class Reading(Transforming):
                 return (td, info) if return_info or include_info else td
             except NotEnoughRows:  # they do not wait; this call may
                 self._ahead.clear()
+        if out is not None and self._storage.presents is not None:
+            raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")
         td = self._draw(n, out, timeout, how)
-        if self._touched:
+        if self._touched or self._storage.presents is not None:
             td, info = self._with_info(td)
             return (td, info) if return_info or include_info else td
         return (td, self._info(td)) if return_info or include_info else td

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection
 
 from shmbuf.face.base import Face
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shmbuf.transforms import Compose
 
 Self = TypeVar("Self", bound="Transforming")
-_NOTHING = TensorDict({}, batch_size=[0])
 
 
 class Transforming(Face):
@@ -81,11 +80,6 @@ class Transforming(Face):
         """Rows as they are to be stored; None: none of them."""
         return self.transform.inv(rows) if self._transforms() else rows
 
-    def _to_store(self, batch: Any) -> Any:
-        """A batch as it is to be stored: an empty one where a transform drops it."""
-        out = self._inverted(batch)
-        return _NOTHING if out is None else out
-
     def _forward(self, rows: Any) -> Any:
         if not self._transforms():
             return rows
@@ -95,9 +89,10 @@ class Transforming(Face):
     def _finished(self, td: TensorDictBase) -> Any:
         """A batch that was drawn as it is given out. What the sampler says of the rows stays in it if a transform takes it out."""
         said = {k: td.get(k) for k in self._info_keys() if k in td.keys(True)}
-        out = td if self._collate is None else self._collate(td)
+        out = td if self._storage.presents is None else self._storage.presents(td.copy())
+        out = out if self._collate is None else self._collate(out)
         out = self._forward(out)
-        if out is not td and is_tensor_collection(out) and out.batch_size == td.batch_size:
+        if out is not td and isinstance(out, TensorDictBase) and out.batch_size == td.batch_size:
             for key, value in said.items():
                 if key not in out.keys(True):
                     out.set(key, value)

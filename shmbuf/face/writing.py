@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf.errors import SchemaError
 from shmbuf.face.priorities import Priorities
 from shmbuf.face.transforming import Transforming
+from shmbuf.forms import Rows, take_apart, take_items
 from shmbuf.schema import Key
 from shmbuf.storage import stack
 from shmbuf.ticket import Ticket, left_of
@@ -20,6 +21,8 @@ from shmbuf.ticket import Ticket, left_of
 
 class Writing(Transforming, Priorities):
     """`extend`, `put`, `add`, `empty`."""
+
+    _takes_forms = True
 
     def extend(
         self,
@@ -45,9 +48,7 @@ class Writing(Transforming, Priorities):
             SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
             CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
         """
-        batch = self._batch(tensordicts)
-        if self._touched:
-            batch = self._to_store(batch)
+        batch = self._batch(tensordicts) if not self._touched else self._to_store(tensordicts)
         return self._store(batch, timeout, False, True, stream=stream, prioritise=update_priority)
 
     def put(self, data: Any, *, stream: Any = None, timeout: float | None = None) -> Ticket:
@@ -55,9 +56,7 @@ class Writing(Transforming, Priorities):
 
         timeout: seconds to wait for room in the ring; None: the buffer's.
         """
-        batch = self._batch(data)
-        if self._touched:
-            batch = self._to_store(batch)
+        batch = self._batch(data) if not self._touched else self._to_store(data)
         return self._store(batch, timeout, True, False, stream=stream)
 
     def add(self, data: TensorDictBase, *, stream: Any = None, timeout: float | None = None) -> Any:
@@ -66,10 +65,10 @@ class Writing(Transforming, Priorities):
         Transforms are given it as a batch of one row. Where they store another number of rows than one, LongTensor[n] is returned;
         [0] if they drop it. timeout: seconds; None: the buffer's.
         """
-        td = data if isinstance(data, TensorDictBase) or is_tensor_collection(data) else self._collect(data, [])
-        if self._touched and self._transforms() and not len(td.batch_size):
-            index = self._store(self._to_store(td[None]), timeout, False, True, stream=stream)
+        if self._touched and self._transforms() and is_tensor_collection(data) and not len(data.batch_size):
+            index = self._store(self._to_store(data[None]), timeout, False, True, stream=stream)
             return int(index) if len(index) == 1 else index
+        td = data if isinstance(data, TensorDictBase) else self._one(data)
         index = self._store(td, timeout, False, True, single=True, stream=stream)
         return int(index) if len(index) else None
 
@@ -130,9 +129,24 @@ class Writing(Transforming, Priorities):
         p = self._reduced(p.reshape(1, *p.shape) if single else p, n).expand(n)
         return p.detach().cpu().to(torch.float64).numpy().reshape(n)
 
-    def _batch(self, data: Any) -> TensorDictBase:
+    def _to_store(self, data: Any) -> Any:
+        """Rows as transforms make them; none where one drops the batch."""
+        if isinstance(data, list):
+            data = self._batch(data)
+        if self._transforms() and not isinstance(data, Rows):
+            data = self._inverted(data)
+        return TensorDict({}, batch_size=[0]) if data is None else data if isinstance(data, Rows) else self._batch(data)
+
+    def _batch(self, data: Any) -> Any:
         if type(data) is TensorDict or isinstance(data, TensorDictBase):
             return data
+        if isinstance(data, list) and not data:
+            return TensorDict({}, batch_size=[0])
+        if self._takes_forms:
+            if not isinstance(data, list):
+                return take_apart(data, False)
+            if not all(isinstance(d, TensorDictBase) for d in data):
+                return take_items(data)
         if isinstance(data, (list, tuple)):
             if not data:
                 return TensorDict({}, batch_size=[0])
@@ -144,6 +158,11 @@ class Writing(Transforming, Priorities):
         if is_tensor_collection(data):
             return data
         return self._collect(data, None)
+
+    def _one(self, data: Any) -> Any:
+        if self._takes_forms:
+            return take_apart(data, True)
+        return data if is_tensor_collection(data) else self._collect(data, [])
 
     @staticmethod
     def _collect(data: Any, batch_size: list | None) -> TensorDictBase:

@@ -111,7 +111,9 @@ class TorchRLStorage(Storage):
             )
 
     def _edit(self, index: Any, data: Any) -> None:
-        slots = np.arange(len(self), dtype=np.int64)[index.cpu().numpy() if isinstance(index, torch.Tensor) else index].reshape(-1)
+        slots = np.arange(len(self), dtype=np.int64)[
+            index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+        ].reshape(-1)
         rows = data if data.batch_dims else data.unsqueeze(0)
         known = {*self.shm.schema().keys}
         leaves = {k: as_numpy(plain(k, t)) for k, t in tensor_leaves(rows).items() if k in known or k != ("index",)}

@@ -159,7 +159,7 @@ def test_the_first_rows_may_be_wrong_too():
             rows(0, 6).reshape(2, 3),
             TensorDict({}, [2]),
             TensorDict({"next": {}}, [2]),
-            rows(0, 2).set("t", "text"),
+            rows(0, 2).set("t", NonTensorData(object(), [2])),
             TensorDict({"x": torch.zeros(2, 3).to_sparse()}, [2]),
             TensorDict({"x": torch.zeros(2, 3, device="meta")}, [2]),
             5,
