@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = dict.fromkeys(("TorchRLSampler", "TorchRLStorage", "TorchRLWriter"), "torchrl")
-__all__ = sorted(_HOME)
+__all__ = ["TorchRLSampler", "TorchRLStorage", "TorchRLWriter"]
 
 if TYPE_CHECKING:
     from shmbuf.integrations.torchrl import TorchRLSampler, TorchRLStorage, TorchRLWriter
