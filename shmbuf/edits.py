@@ -51,7 +51,7 @@ class Edits(Reading):
         ids = as_ids(ids)
         spans, arrays = self._spans(rows, len(ids))
         if not len(ids) or not spans:
-            return EditTicket(Nothing, self, same_ids)
+            return EditTicket(Nothing, self, same_ids)  # type: ignore[arg-type]
         self._require_known(ids)
         return self.submit_edit(spans, [address_of(a) for a in arrays], ids, wake, timeout)
 
@@ -91,7 +91,7 @@ class Edits(Reading):
         """For the floors above: an edit of (offset, bytes) of each row, checked; addresses: of the packed new values."""
         seconds = seconds_of(timeout)
         t = self._call("edit", spans, addresses, address_of(ids), len(ids), seconds, wake)
-        ticket = EditTicket(t, self, same_ids)
+        ticket = EditTicket(t, self, same_ids)  # type: ignore[arg-type]
         why = _STATUS[t.status]
         if why == "never":
             raise SchemaError(

@@ -124,29 +124,31 @@ class _Load:
         before, cut_before = buf.limiter_state(), buf._call("counters")["streams_cut"]
         if before is not None:
             buf.set_limiter(None)
-        with Buffer.attach(
-            buf.name, owner=buf._owner
-        ) as loader:  # a collector of its own, so that nobody goes on with its streams
-            loader._full_code, loader._timeout, loader._seconds = (
-                FULL.index("block"),
-                self.timeout,
-                seconds_of(self.timeout),
-            )
-            assert loader.schema is not None
-            streams = saved.streams if buf.marks.keep else None
-            heads = self._cut(streams, skip)
-            if heads is not None and len(heads):
-                self._open_streams(loader, streams, heads)  # type: ignore[arg-type]
-            first = self._begin(loader, n, skip, fresh and (heads is None or not len(heads)))
-            self._put(loader, n, skip, streams, tell)
-        cut = buf._call("counters")["streams_cut"] - cut_before
-        if cut:
-            self.left.append(
-                f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
-            )
-        self._finish_priorities(first, n)
-        if before is not None:
-            self._set_limiter(before)
+        try:
+            with Buffer.attach(
+                buf.name, owner=buf._owner
+            ) as loader:  # a collector of its own, so that nobody goes on with its streams
+                loader._full_code, loader._timeout, loader._seconds = (
+                    FULL.index("block"),
+                    self.timeout,
+                    seconds_of(self.timeout),
+                )
+                assert loader.schema is not None
+                streams = saved.streams if buf.marks.keep else None
+                heads = self._cut(streams, skip)
+                if heads is not None and len(heads):
+                    self._open_streams(loader, streams, heads)  # type: ignore[arg-type]
+                first = self._begin(loader, n, skip, fresh and (heads is None or not len(heads)))
+                self._put(loader, n, skip, streams, tell)
+            cut = buf._call("counters")["streams_cut"] - cut_before
+            if cut:
+                self.left.append(
+                    f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
+                )
+            self._finish_priorities(first, n)
+        finally:  # also where loading fails half-way: nobody else knows what was set
+            if before is not None:
+                self._set_limiter(before)
         shift = None if saved.first_id is None else first - (saved.first_id + skip)
         return Loaded(n, shift, tuple(self.left))
 

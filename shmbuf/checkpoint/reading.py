@@ -68,7 +68,9 @@ class Checkpoint:
         )
         self.state = root.json("shmbuf/state.json") if root.has("shmbuf/state.json") else None
         self.first_id: int | None = None
-        self.streams = self.heads = self.priorities = None
+        self.streams: np.ndarray | None = None
+        self.heads: np.ndarray | None = None
+        self.priorities: np.ndarray | None = None
         self.formula: tuple[float, float] | None = None
         self.new_row: float | None = None
         if self.state is not None:
@@ -97,12 +99,14 @@ class Checkpoint:
         if not state.get("hooked"):
             self._own_columns(state.get("columns"))
         if state.get("has_streams"):
-            self.streams = self._array("streams", np.int64, self.rows)
-            n = int(self.streams.max()) + 1 if self.rows else 0
-            if self.rows and not 0 <= int(self.streams.min()) <= n <= self.rows:
+            self.streams = streams = self._array("streams", np.int64, self.rows)
+            n = int(streams.max()) + 1 if self.rows else 0
+            if self.rows and not 0 <= int(streams.min()) <= n <= self.rows:
                 raise self._fault("shmbuf/streams.memmap numbers trajectories that cannot be")
-            self.heads = self._array("heads", np.int64, number("state.json: heads", state.get("heads"), 0, self.rows))
-            if len(self.heads) and not 0 <= int(self.heads.min()) <= int(self.heads.max()) < n:
+            self.heads = heads = self._array(
+                "heads", np.int64, number("state.json: heads", state.get("heads"), 0, self.rows)
+            )
+            if len(heads) and not 0 <= int(heads.min()) <= int(heads.max()) < n:
                 raise self._fault("shmbuf/heads.memmap names trajectories that are not there")
 
     def _own_columns(self, described: Any) -> None:
@@ -154,14 +158,14 @@ class Checkpoint:
         nbytes = n * np.dtype(dtype).itemsize
         fd = self.root.sized(name, nbytes)
         try:
-            out = np.empty(n, dtype)
+            out: np.ndarray = np.empty(n, dtype)
             self._fill(fd, out.view(np.uint8), 0, name)
             return out
         finally:
             os.close(fd)
 
     def _fill(self, fd: int, out: np.ndarray, at: int, name: str) -> None:
-        view = memoryview(out.reshape(-1))
+        view = memoryview(out.reshape(-1))  # type: ignore[arg-type]
         while view:
             n = os.preadv(fd, [view[:CHUNK]], at)
             if n <= 0:

@@ -111,7 +111,7 @@ class _Copy:
                     continue
                 for fd, c, rows in zip(self.fds, self.schema.columns, self.out, strict=True):
                     if c.nbytes:
-                        write_all(fd, memoryview(rows.reshape(-1))[: n * c.nbytes], at % capacity * c.nbytes)
+                        write_all(fd, memoryview(rows.reshape(-1))[: n * c.nbytes], at % capacity * c.nbytes)  # type: ignore[arg-type]
                 at += n
                 self.tell(at - asked, end - asked)
                 directories.step("copied")
