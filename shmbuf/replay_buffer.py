@@ -18,6 +18,7 @@ from shmbuf.attaching import FACES, INTEGERS, REALS, attach, checked_sampler, is
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError, NotEnoughRows, RingFull, SchemaError
 from shmbuf.forms import take_apart, take_items
+from shmbuf.lanes import cells
 from shmbuf.limiter import Words, scaled
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import SAMPLERS, RandomSampler, Sampler
@@ -181,13 +182,15 @@ class ReplayBuffer:
         """
         return self._store(self._batch(data), timeout, True, False, stream=stream)
 
-    def add(self, data: TensorDictBase, *, stream: Any = None, timeout: float | None = None) -> int | None:
+    def add(self, data: TensorDictBase, *, stream: Any = None, timeout: float | None = None) -> Any:
         """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it.
 
         timeout: seconds; None: the buffer's.
         """
         td = data if isinstance(data, TensorDictBase) else self._one(data)
         index = self._store(td, timeout, False, True, single=True, stream=stream)
+        if self._storage.ndim > 1:
+            return index
         return int(index) if len(index) else None
 
     def _store(
@@ -202,10 +205,13 @@ class ReplayBuffer:
     ) -> Any:
         """Lock, first build, room and commit share one timeout."""
         ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
+        inner = None
+        if storage.ndim > 1:
+            (td, inner), single = cells(td, single, storage.ndim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
         if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:
-                ticket = storage.put(td, wake, timeout, single, key, stream, priorities)
+                ticket = storage.put(td, wake, timeout, single, key, stream, priorities, inner)
             finally:
                 self._lock.release()
             if not wait:
@@ -213,7 +219,7 @@ class ReplayBuffer:
         timeout = self.buffer.config["timeout"] if timeout is None else timeout
         if ticket is None:
             with self._alone(timeout):
-                ticket = storage.put(td, wake, left_of(timeout, since), single, key, stream, priorities)
+                ticket = storage.put(td, wake, left_of(timeout, since), single, key, stream, priorities, inner)
         return ticket.wait(left_of(timeout, since)) if wait else ticket
 
     def _sent_priorities(self, td: Any, key: Key, single: bool) -> np.ndarray | None:
@@ -318,6 +324,8 @@ class ReplayBuffer:
             and self._storage.presents is not None
         ):
             raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")
+        if out is not None and self._storage.ndim > 1:
+            raise SchemaError(f"out= is for storages of one dimension; this one has ndim={self._storage.ndim}")
         if self._rng is not None:
             self._reseed(self._rng)
         left = buffer.acquire_samples(n, timeout)
@@ -333,9 +341,14 @@ class ReplayBuffer:
             raise
         if got < n:  # what was left of an epoch
             buffer.refund_samples(n - got)
+        if self._storage.ndim > 1:
+            td = self._storage.located(td)
         if return_info or include_info:
             keys = (*sampler.info_keys, *(self._unit.info_keys if self._unit is not None else ()))
-            return self._presented(td), {k: td[k] for k in keys if k in td.keys(True)}
+            info = {k: td[k] for k in keys if k in td.keys(True)}
+            if self._storage.ndim > 1:
+                info["index"] = info["index"].unbind(-1)
+            return self._presented(td), info
         return td if self._storage.presents is None else self._storage.presents(td)
 
     def _presented(self, td: TensorDictBase) -> Any:
@@ -385,6 +398,11 @@ class ReplayBuffer:
         """
         buffer = self.buffer
         if row_id is None:
+            if self._storage.ndim > 1:
+                index = self._storage.slots_of(index)
+                if isinstance(priority, torch.Tensor) and priority.ndim > 1 and priority.numel() == index.numel():
+                    swap = min(self._storage.ndim, priority.ndim) - 1
+                    priority = priority.transpose(swap, 0).flatten()  # as extend() was given it
             ids = buffer.ids_of(numbers(index, "index"))
         elif index is not None:
             raise TypeError("index or row_id, not both")
@@ -427,6 +445,10 @@ class ReplayBuffer:
             self.update_priority(None, self._reduced(priority, ids.numel(), ids.shape), row_id=ids)
         else:
             index = data.get("index")
+            if self._storage.ndim > 1:
+                n = index[..., 0].numel()
+                self.update_priority(index, self._reduced(priority, n, index.shape[:-1]))
+                return
             self.update_priority(index, self._reduced(priority, index.numel(), index.shape))
 
     def mark_update(self, index: Any) -> None:
@@ -475,7 +497,7 @@ class ReplayBuffer:
 
     def __getitem__(self, index: Any) -> Any:
         """Physical indexing, copies: int, slice, list, tensor, mask, or a key (its whole column)."""
-        return self._storage.get(index)
+        return self._storage.get(index, self._storage.ndim - 1)
 
     def __len__(self) -> int:
         return len(self._storage)

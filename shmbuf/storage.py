@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,11 +15,13 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import Lapped, SchemaError
+from shmbuf.errors import CommitInterrupted, CommitPending, Lapped, RingFull, SchemaError
 from shmbuf.forms import Rows, show
+from shmbuf.lanes import Parts, cells, check_inner, checked_lanes, coordinates, require_inner, rows_at_once, slots_of, streams_of
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
 from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
+from shmbuf.streams import resolve
 from shmbuf.tensors import make_tensordict, plain, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
@@ -71,13 +74,13 @@ class ShmStorage:
             the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
             and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
         device: ``"cpu"``.
-        ndim: 1.
+        ndim: of the storage; with 2, rows are the cells of [time, lane], and `extend` takes [B, T]. ``len`` and ``write_count`` count cells
+            (TorchRL's ``write_count`` counts time steps).
+        batch_shape: the shape of a time step; max_size is rounded up to whole ones. Default: that of the first rows.
         trajectories, traj_key, end_keys (default: what the sampler says), and the others: see `Buffer.create`.
 
     The segment is made when a replay buffer takes the storage, or at the first use of :attr:`buffer`.
     """
-
-    ndim = 1
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class ShmStorage:
         example: TensorDictBase | Mapping | None = None,
         device: Any = "cpu",
         ndim: int = 1,
+        batch_shape: int | tuple[int, ...] | None = None,
         max_collectors: int = 256,
         ring_bytes: int | None = None,
         full: str = "block",
@@ -102,8 +106,9 @@ class ShmStorage:
     ):
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
-        if ndim != 1:
-            raise ValueError(f"ndim={ndim}: a row has one batch dimension here; reshape [B, T] batches to [B * T]")
+        self.ndim, self._inner, max_size = checked_lanes(ndim, batch_shape, max_size)
+        if ndim > 1 and batch_shape is None and not (schema is None and example is None):
+            raise ValueError(f"ndim={ndim} with a schema or an example: batch_shape= is needed, too")
         self.device = torch.device("cpu")
         self._make: dict[str, Any] = dict(
             name=name,
@@ -132,7 +137,8 @@ class ShmStorage:
     def over(cls, buffer: Buffer) -> ShmStorage:
         """The storage of an attached buffer."""
         self = cls(buffer.capacity, name=buffer.name)
-        self._buffer = buffer
+        self._buffer, said = buffer, buffer.config.get("dims") or {}
+        self.ndim, self._inner = said.get("ndim", 1), tuple(said["inner"]) if said.get("inner") else None
         return self
 
     def suggest(self, settings: Mapping[str, Any]) -> None:
@@ -165,7 +171,12 @@ class ShmStorage:
                 given = make["schema"]
                 make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
                 _check_names(make["schema"])
-            self._buffer = Buffer.create(**make, config={"face": dict(face)})
+                make["schema"] = Schema(make["schema"].columns, make["schema"].form, self._inner or ())
+            dims = {"dims": {"ndim": self.ndim, "inner": self._inner}} if self.ndim > 1 else {}
+            self._buffer = Buffer.create(**make, config={"face": dict(face), **dims})
+            if (self._buffer.config.get("dims") or {}).get("ndim", 1) != self.ndim:
+                self._buffer.close()
+                raise SchemaError(f"buffer {self.name!r} exists with other dimensions than ndim={self.ndim}")
         return self._buffer
 
     @contextlib.contextmanager
@@ -202,6 +213,7 @@ class ShmStorage:
         return len(self.buffer)
 
     def _prepare(self, schema: Schema) -> None:
+        check_inner(schema, self.ndim, self.max_size)
         self._dtypes = [_torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
@@ -213,7 +225,7 @@ class ShmStorage:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
             self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
         self.presents = Presenting.of(schema)
-        self._direct = self.presents is None
+        self._direct = self.presents is None and self.ndim == 1
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -227,10 +239,11 @@ class ShmStorage:
         priority_key: Key | None = None,
         stream: Any = None,
         priorities: Any = None,
+        inner: tuple[int, ...] | None = None,
     ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
-        The ticket's ``wait`` gives a LongTensor of indices. timeout: None: the buffer's. Errors: see `Buffer.put`.
+        The ticket's ``wait`` gives a LongTensor of indices. inner: the shape of a time step, of rows that are `cells`. timeout: None: the buffer's. Errors: see `Buffer.put`.
         """
         if self._direct and type(td) is TensorDict and stream is None and priorities is None:
             batch = td.batch_size
@@ -240,6 +253,10 @@ class ShmStorage:
                 )
                 if ticket is not None:
                     return ticket
+        if self.ndim > 1:
+            if inner is None:
+                td, inner = cells(td, single, self.ndim)
+            return self._put_cells(td, inner, wake, timeout, priority_key, stream, priorities)
         if self._ready is None and timeout is None:
             timeout = self.buffer.config["timeout"]
         since = time.monotonic()
@@ -257,6 +274,88 @@ class ShmStorage:
         assert ticket is not None, "converted rows fit"
         return ticket
 
+    def _put_cells(
+        self,
+        td: Any,
+        inner: tuple[int, ...],
+        wake: bool,
+        timeout: float | None,
+        priority_key: Key | None,
+        stream: Any,
+        priorities: Any,
+    ) -> Ticket:
+        """Flat rows, whole time steps of shape ``inner``, as records that are whole time steps."""
+        buffer, each, since = self.buffer, math.prod(inner), time.monotonic()
+        timeout = buffer.config["timeout"] if timeout is None else timeout
+        require_inner(inner, self.inner, self.max_size)
+
+        def streams(n: int, schema: Schema) -> np.ndarray | None:
+            marks = resolve(schema, buffer.config.get("streams") or {})
+            return streams_of(n, each, stream) if stream is not None or (marks.keep and marks.trajectory is None) else None
+
+        leaves, n = self._convert(
+            td, False, priority_key, timeout, lambda n, s: buffer.extras(n, streams(n, s), priorities, s), inner
+        )
+        if n == 0:
+            ticket = buffer._nothing()
+        else:
+            assert buffer.schema is not None
+            of, p = buffer.extras(n, streams(n, buffer.schema), priorities)
+            most, parts = rows_at_once(buffer, each), []
+            for start in range(0, n, most):
+                part = slice(start, min(start + most, n))
+                extras = (None if of is None else of[part], None if p is None else p[part])
+                try:
+                    got = buffer.submit(
+                        self._columns,
+                        [t[part] for t in leaves],
+                        part.stop - start,
+                        wake,
+                        left_of(timeout, since),
+                        True,
+                        extras=extras,
+                    )
+                except (RingFull, CommitInterrupted) as e:
+                    if not parts:
+                        raise
+                    ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
+                    kind = CommitPending if isinstance(e, RingFull) else CommitInterrupted
+                    raise kind(
+                        f"{ticket.rows:,} of {n:,} rows are in the ring and will be stored; then {e}", ticket, ticket.rows
+                    ) from None
+                assert got is not None, "converted rows fit"
+                parts.append(got._native)
+            ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
+        ticket.convert = self._as_indices
+        return ticket
+
+    def _as_indices(self, ids: np.ndarray, capacity: int) -> torch.Tensor:
+        return coordinates(_as_indices(ids, capacity), self.inner or (1,) * (self.ndim - 1))
+
+    @property
+    def inner(self) -> tuple[int, ...] | None:
+        """The shape of a time step; None: not known before the first rows."""
+        schema = self._ready or (self._buffer.schema if self._buffer is not None else None)
+        return schema.inner if schema is not None else self._inner
+
+    @property
+    def shape(self) -> torch.Size:
+        """[time steps stored, *a step's shape]; of one dimension: [rows]."""
+        inner = self.inner or ()
+        return torch.Size((len(self) // math.prod(inner), *inner))
+
+    def lane_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64[n]: the lanes of rows, counted flat."""
+        return ids % math.prod(self.inner or ())
+
+    def located(self, td: TensorDictBase) -> TensorDictBase:
+        """A sample whose "index" has ndim numbers a row."""
+        return td.set("index", coordinates(td.get("index"), self.inner or ()))
+
+    def slots_of(self, index: Any) -> torch.Tensor:
+        """Of such indices, or tuples of ndim tensors."""
+        return slots_of(index, self.schema().inner)
+
     def _convert(
         self,
         td: Any,
@@ -264,10 +363,11 @@ class ShmStorage:
         priority_key: Key | None,
         timeout: float | None,
         check: Callable[[int, Schema], object],
+        inner: tuple[int, ...] = (),
     ) -> tuple[list[torch.Tensor], int]:
         """Whatever can be taken, plain; else a SchemaError with every difference."""
         if isinstance(td, Rows):
-            return self._accept(dict(td.leaves), {}, td.form, td.n, priority_key, timeout, check)
+            return self._accept(dict(td.leaves), {}, td.form, td.n, priority_key, timeout, check, inner)
         if not isinstance(td, TensorDictBase) and not is_tensor_collection(td):
             raise SchemaError(f"rows are a TensorDict, not {type(td).__name__}")
         batch = tuple(td.batch_size)
@@ -282,13 +382,14 @@ class ShmStorage:
                 if len(batch) < 2
                 else (
                     " To store every step as a row: td.reshape(-1); to store each of the "
-                    f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}]."
+                    f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}]; "
+                    "to keep both dimensions: ShmStorage(ndim=2)."
                 )
             )
             raise SchemaError(f"got batch size {list(batch)}: {what}.{hint} Nothing was stored.")
         values: dict[Key, Any] = {}
         leaves = tensor_leaves(td, others=values)
-        return self._accept(leaves, values, None, -1 if single else batch[0], priority_key, timeout, check)
+        return self._accept(leaves, values, None, -1 if single else batch[0], priority_key, timeout, check, inner)
 
     def _accept(
         self,
@@ -299,6 +400,7 @@ class ShmStorage:
         priority_key: Key | None,
         timeout: float | None,
         check: Callable[[int, Schema], object],
+        inner: tuple[int, ...] = (),
     ) -> tuple[list[torch.Tensor], int]:
         """Leaves (those that are Python values: one, or one a row) in column order, or a SchemaError with every difference."""
         single, schema = n < 0, self.buffer.schema
@@ -334,7 +436,7 @@ class ShmStorage:
                 return [], 0
             made = [*Schema.from_leaves(leaves, lead).columns] if leaves else []
             made += [Column(k, PACKED, (bound_of(v),)) for k, v in packed.items()]
-            _check_names(found := Schema(made, form))
+            _check_names(found := Schema(made, form, inner))
             check(1 if single else n, found)  # what is refused must not fix the schema
             self.buffer._build(found, "the first rows", timeout)
             schema = self.buffer.schema
@@ -488,9 +590,12 @@ class ShmStorage:
             out.set(k[0], t)
         return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
-    def get(self, index: Any) -> Any:
-        """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column."""
-        got = self._get(index)
+    def get(self, index: Any, swap: int = 0) -> Any:
+        """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column.
+
+        Of more than one dimension: as a tensor of :attr:`shape` is indexed (swap: with its first dimension and this one exchanged).
+        """
+        got = self._get(index) if self.ndim == 1 else self._get_cells(index, swap)
         return got if self.presents is None or self._is_key(index) else self.presents(got)
 
     @staticmethod
@@ -527,7 +632,19 @@ class ShmStorage:
         rows = self._rows(schema, self._counted(slots, size))
         return rows[0] if single else rows
 
-    __getitem__ = get
+    def _get_cells(self, index: Any, swap: int) -> Any:
+        schema = self.schema()
+        inner, each = schema.inner, math.prod(schema.inner)
+        if self._is_key(index):
+            column = self._column(schema, (index,) if isinstance(index, str) else index)
+            return column.reshape(len(column) // each, *inner, *column.shape[1:]).transpose(0, swap)
+        index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+        steps = len(self) // each
+        chosen = torch.arange(steps * each).reshape(steps, *inner).transpose(0, swap)[index]
+        return self._rows(schema, chosen.reshape(-1).numpy()).reshape(chosen.shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
 
     def _clipped(self, index: slice, read: Callable[[np.ndarray], Any]) -> Any:
         """read(slots) of a slice, which clips: also when the buffer is emptied between the look at its length and the copy."""
