@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
-from shmbuf.errors import BufferFormatError, SchemaError
+from shmbuf.errors import BufferFormatError, CommitInterrupted, CommitPending, RingFull, SchemaError
 from shmbuf.forms import Rows
-from shmbuf.schema import Schema, show_key
+from shmbuf.schema import Key, Schema, show_key
+from shmbuf.streams import resolve
+from shmbuf.ticket import Ticket, left_of
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
@@ -37,7 +40,9 @@ def checked_lanes(ndim: Any, batch_shape: Any, max_size: int) -> tuple[int, tupl
 def check_inner(schema: Schema, ndim: int, capacity: int) -> None:
     """What a segment says. Raises BufferFormatError."""
     if len(schema.inner) != ndim - 1 or capacity % math.prod(schema.inner):
-        raise BufferFormatError(f"the buffer has {ndim} dimensions, {capacity:,} cells, and steps of {list(schema.inner)}")
+        raise BufferFormatError(
+            f"the buffer has {ndim} dimensions, {capacity:,} cells, and steps of {list(schema.inner)}"
+        )
 
 
 def require_inner(inner: Sequence[int], has: Sequence[int] | None, capacity: int) -> None:
@@ -60,7 +65,11 @@ def cells(data: Any, single: bool, ndim: int) -> tuple[Any, tuple[int, ...]]:
         if len(shape) < dims:
             raise SchemaError(
                 f"got {what} {list(shape)}: with ndim={ndim}, "
-                + (f"add() takes a time step of {dims} dimensions" if single else f"extend() takes {dims} dimensions, time last")
+                + (
+                    f"add() takes a time step of {dims} dimensions"
+                    if single
+                    else f"extend() takes {dims} dimensions, time last"
+                )
                 + ". Nothing was stored."
             )
         return tuple(shape[:dims])
@@ -75,7 +84,9 @@ def cells(data: Any, single: bool, ndim: int) -> tuple[Any, tuple[int, ...]]:
                 raise SchemaError(f"key {show_key(key)}: Python values in rows of ndim={ndim} come in TensorDicts only")
             shapes[shape_of(leaf.shape, f"key {show_key(key)} of shape")] = key
         if len(shapes) > 1:
-            raise SchemaError(f"leaves have different first {dims} dimensions: {', '.join(str(list(s)) for s in shapes)}")
+            raise SchemaError(
+                f"leaves have different first {dims} dimensions: {', '.join(str(list(s)) for s in shapes)}"
+            )
         shape = next(iter(shapes))
         leaves = {k: flat(v) for k, v in data.leaves.items()}
         out: Any = Rows(data.form, leaves, math.prod(shape))
@@ -84,7 +95,9 @@ def cells(data: Any, single: bool, ndim: int) -> tuple[Any, tuple[int, ...]]:
             raise SchemaError(f"rows are a TensorDict, not {type(data).__name__}")
         shape = shape_of(data.batch_size, "batch size")
         if len(data.batch_size) > dims:
-            raise SchemaError(f"got batch size {list(data.batch_size)}: with ndim={ndim} it has {dims} dimensions. Nothing was stored.")
+            raise SchemaError(
+                f"got batch size {list(data.batch_size)}: with ndim={ndim} it has {dims} dimensions. Nothing was stored."
+            )
         out = flat(data)
     if single:
         return out, shape
@@ -157,6 +170,123 @@ def slots_of(index: Any, inner: Sequence[int]) -> torch.Tensor:
     slots = index[..., 0].long()
     for size, i in zip(inner, index[..., 1:].unbind(-1), strict=True):
         if i.numel() and (int(i.min()) < 0 or int(i.max()) >= size):
-            raise IndexError(f"index {int(i.max() if i.min() >= 0 else i.min())} is out of range of a dimension of {size}")
+            raise IndexError(
+                f"index {int(i.max() if i.min() >= 0 else i.min())} is out of range of a dimension of {size}"
+            )
         slots = slots * size + i
     return slots
+
+
+class Cells:
+    """What a `ShmStorage` does where it has more dimensions than one."""
+
+    ndim: int
+    _inner: tuple[int, ...] | None
+    _buffer: Buffer | None
+    _ready: Schema | None
+    _columns: Any
+    buffer: Any
+    max_size: Any
+    schema: Any
+    _convert: Any
+    _column: Any
+    _rows: Any
+    _is_key: Any
+    __len__: Any
+
+    def _put_cells(
+        self,
+        td: Any,
+        inner: tuple[int, ...],
+        wake: bool,
+        timeout: float | None,
+        priority_key: Key | None,
+        stream: Any,
+        priorities: Any,
+    ) -> Ticket:
+        """Flat rows, whole time steps of shape ``inner``, as records that are whole time steps."""
+        buffer, each, since = self.buffer, math.prod(inner), time.monotonic()
+        timeout = buffer.config["timeout"] if timeout is None else timeout
+        require_inner(inner, self.inner, self.max_size)
+
+        def streams(n: int, schema: Schema) -> np.ndarray | None:
+            marks = resolve(schema, buffer.config.get("streams") or {})
+            return (
+                streams_of(n, each, stream) if stream is not None or (marks.keep and marks.trajectory is None) else None
+            )
+
+        leaves, n = self._convert(
+            td, False, priority_key, timeout, lambda n, s: buffer.extras(n, streams(n, s), priorities, s), inner
+        )
+        if n == 0:
+            ticket = buffer._nothing()
+        else:
+            assert buffer.schema is not None
+            of, p = buffer.extras(n, streams(n, buffer.schema), priorities)
+            most, parts = rows_at_once(buffer, each), []
+            for start in range(0, n, most):
+                part = slice(start, min(start + most, n))
+                extras = (None if of is None else of[part], None if p is None else p[part])
+                try:
+                    got = buffer.submit(
+                        self._columns,
+                        [t[part] for t in leaves],
+                        part.stop - start,
+                        wake,
+                        left_of(timeout, since),
+                        True,
+                        extras=extras,
+                    )
+                except (RingFull, CommitInterrupted) as e:
+                    if not parts:
+                        raise
+                    ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
+                    kind = CommitPending if isinstance(e, RingFull) else CommitInterrupted
+                    raise kind(
+                        f"{ticket.rows:,} of {n:,} rows are in the ring and will be stored; then {e}",
+                        ticket,
+                        ticket.rows,
+                    ) from None
+                assert got is not None, "converted rows fit"
+                parts.append(got._native)
+            ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
+        ticket.convert = self._as_indices
+        return ticket
+
+    def _as_indices(self, ids: np.ndarray, capacity: int) -> torch.Tensor:
+        return coordinates(torch.from_numpy(ids % capacity), self.inner or (1,) * (self.ndim - 1))
+
+    @property
+    def inner(self) -> tuple[int, ...] | None:
+        """The shape of a time step; None: not known before the first rows."""
+        schema = self._ready or (self._buffer.schema if self._buffer is not None else None)
+        return schema.inner if schema is not None else self._inner
+
+    @property
+    def shape(self) -> torch.Size:
+        """[time steps stored, *a step's shape]; of one dimension: [rows]."""
+        inner = self.inner or ()
+        return torch.Size((len(self) // math.prod(inner), *inner))
+
+    def lane_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64[n]: the lanes of rows, counted flat."""
+        return ids % math.prod(self.inner or ())
+
+    def located(self, td: TensorDictBase) -> TensorDictBase:
+        """A sample whose "index" has ndim numbers a row."""
+        return td.set("index", coordinates(td.get("index"), self.inner or ()))
+
+    def slots_of(self, index: Any) -> torch.Tensor:
+        """Of such indices, or tuples of ndim tensors."""
+        return slots_of(index, self.schema().inner)
+
+    def _get_cells(self, index: Any, swap: int) -> Any:
+        schema = self.schema()
+        inner, each = schema.inner, math.prod(schema.inner)
+        if self._is_key(index):
+            column = self._column(schema, (index,) if isinstance(index, str) else index)
+            return column.reshape(len(column) // each, *inner, *column.shape[1:]).transpose(0, swap)
+        index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+        steps = len(self) // each
+        chosen = torch.arange(steps * each).reshape(steps, *inner).transpose(0, swap)[index]
+        return self._rows(schema, chosen.reshape(-1).numpy()).reshape(chosen.shape)

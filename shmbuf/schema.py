@@ -330,7 +330,11 @@ class Schema:
             raise SchemaError(f"{whose} does not fit the buffer's schema:\n  " + "\n  ".join(lines))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schema) and (self.columns, self.form, self.inner) == (other.columns, other.form, other.inner)
+        return isinstance(other, Schema) and (self.columns, self.form, self.inner) == (
+            other.columns,
+            other.form,
+            other.inner,
+        )
 
     def __hash__(self) -> int:
         return hash(self.columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,13 +14,13 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import CommitInterrupted, CommitPending, Lapped, RingFull, SchemaError
+from shmbuf.errors import Lapped, SchemaError
 from shmbuf.forms import Rows, show
-from shmbuf.lanes import Parts, cells, check_inner, checked_lanes, coordinates, require_inner, rows_at_once, slots_of, streams_of
+from shmbuf.gathering import Gathering
+from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
 from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
-from shmbuf.streams import resolve
 from shmbuf.tensors import make_tensordict, plain, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
@@ -64,7 +63,7 @@ def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
     return columns
 
 
-class ShmStorage:
+class ShmStorage(Cells):
     """Rows in shared memory, under a name.
 
     Args:
@@ -273,88 +272,6 @@ class ShmStorage:
         ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, _as_indices, extras)
         assert ticket is not None, "converted rows fit"
         return ticket
-
-    def _put_cells(
-        self,
-        td: Any,
-        inner: tuple[int, ...],
-        wake: bool,
-        timeout: float | None,
-        priority_key: Key | None,
-        stream: Any,
-        priorities: Any,
-    ) -> Ticket:
-        """Flat rows, whole time steps of shape ``inner``, as records that are whole time steps."""
-        buffer, each, since = self.buffer, math.prod(inner), time.monotonic()
-        timeout = buffer.config["timeout"] if timeout is None else timeout
-        require_inner(inner, self.inner, self.max_size)
-
-        def streams(n: int, schema: Schema) -> np.ndarray | None:
-            marks = resolve(schema, buffer.config.get("streams") or {})
-            return streams_of(n, each, stream) if stream is not None or (marks.keep and marks.trajectory is None) else None
-
-        leaves, n = self._convert(
-            td, False, priority_key, timeout, lambda n, s: buffer.extras(n, streams(n, s), priorities, s), inner
-        )
-        if n == 0:
-            ticket = buffer._nothing()
-        else:
-            assert buffer.schema is not None
-            of, p = buffer.extras(n, streams(n, buffer.schema), priorities)
-            most, parts = rows_at_once(buffer, each), []
-            for start in range(0, n, most):
-                part = slice(start, min(start + most, n))
-                extras = (None if of is None else of[part], None if p is None else p[part])
-                try:
-                    got = buffer.submit(
-                        self._columns,
-                        [t[part] for t in leaves],
-                        part.stop - start,
-                        wake,
-                        left_of(timeout, since),
-                        True,
-                        extras=extras,
-                    )
-                except (RingFull, CommitInterrupted) as e:
-                    if not parts:
-                        raise
-                    ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
-                    kind = CommitPending if isinstance(e, RingFull) else CommitInterrupted
-                    raise kind(
-                        f"{ticket.rows:,} of {n:,} rows are in the ring and will be stored; then {e}", ticket, ticket.rows
-                    ) from None
-                assert got is not None, "converted rows fit"
-                parts.append(got._native)
-            ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
-        ticket.convert = self._as_indices
-        return ticket
-
-    def _as_indices(self, ids: np.ndarray, capacity: int) -> torch.Tensor:
-        return coordinates(_as_indices(ids, capacity), self.inner or (1,) * (self.ndim - 1))
-
-    @property
-    def inner(self) -> tuple[int, ...] | None:
-        """The shape of a time step; None: not known before the first rows."""
-        schema = self._ready or (self._buffer.schema if self._buffer is not None else None)
-        return schema.inner if schema is not None else self._inner
-
-    @property
-    def shape(self) -> torch.Size:
-        """[time steps stored, *a step's shape]; of one dimension: [rows]."""
-        inner = self.inner or ()
-        return torch.Size((len(self) // math.prod(inner), *inner))
-
-    def lane_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64[n]: the lanes of rows, counted flat."""
-        return ids % math.prod(self.inner or ())
-
-    def located(self, td: TensorDictBase) -> TensorDictBase:
-        """A sample whose "index" has ndim numbers a row."""
-        return td.set("index", coordinates(td.get("index"), self.inner or ()))
-
-    def slots_of(self, index: Any) -> torch.Tensor:
-        """Of such indices, or tuples of ndim tensors."""
-        return slots_of(index, self.schema().inner)
 
     def _convert(
         self,
@@ -632,17 +549,6 @@ class ShmStorage:
         rows = self._rows(schema, self._counted(slots, size))
         return rows[0] if single else rows
 
-    def _get_cells(self, index: Any, swap: int) -> Any:
-        schema = self.schema()
-        inner, each = schema.inner, math.prod(schema.inner)
-        if self._is_key(index):
-            column = self._column(schema, (index,) if isinstance(index, str) else index)
-            return column.reshape(len(column) // each, *inner, *column.shape[1:]).transpose(0, swap)
-        index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
-        steps = len(self) // each
-        chosen = torch.arange(steps * each).reshape(steps, *inner).transpose(0, swap)[index]
-        return self._rows(schema, chosen.reshape(-1).numpy()).reshape(chosen.shape)
-
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)
 
@@ -693,26 +599,3 @@ class ShmStorage:
             if self._buffer is not None
             else f"ShmStorage({self._make['name']!r}, {self.max_size:,} rows, not made yet)"
         )
-
-
-class Gathering:
-    """A batch that is filled by id, in as many goes as it takes."""
-
-    def __init__(self, storage: ShmStorage, n: int, pin: bool):
-        storage.schema()
-        self._storage, self.n = storage, n
-        self._leaves = storage._fresh(n, pin)
-        self._addresses = list(map(_ADDRESS, self._leaves[:-2]))
-
-    def fetch(self, ids: np.ndarray, done: np.ndarray) -> int:
-        """Copy the rows of int64[n] ids whose uint8[n] done is 0, and set it where the row was there; returns how many are."""
-        return self._storage.buffer._call(
-            "fetch", self._storage._columns, self._addresses, self.n, ids.ctypes.data, done.ctypes.data
-        )
-
-    def tensordict(self, ids: np.ndarray) -> TensorDict:
-        self._storage.buffer.count_drawn(ids)
-        row_id, index = self._leaves[-2:]
-        row_id.copy_(torch.from_numpy(ids))
-        torch.remainder(row_id, self._storage.buffer.capacity, out=index)
-        return make_tensordict(self._storage._sample_tree, self._leaves, torch.Size((self.n,)))

@@ -14,7 +14,14 @@ from shmbuf import ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
 
 def batch(b: int, t: int, first: int = 0) -> TensorDict:
     k = torch.arange(first, first + b * t).reshape(b, t)
-    return TensorDict({"k": k, "lane": torch.arange(b)[:, None].expand(b, t), "next": {"done": torch.zeros(b, t, 1, dtype=torch.bool)}}, [b, t])
+    return TensorDict(
+        {
+            "k": k,
+            "lane": torch.arange(b)[:, None].expand(b, t),
+            "next": {"done": torch.zeros(b, t, 1, dtype=torch.bool)},
+        },
+        [b, t],
+    )
 
 
 def make(name, size=14, **kw):
@@ -55,8 +62,17 @@ def test_other_lanes_are_refused(name):
 
 @pytest.mark.parametrize(
     "index",
-    [0, -1, slice(0, 1), (slice(None), 1), (0, 1), ..., torch.tensor([0, 1, 1]), (torch.tensor([0, 1]), torch.tensor([2, 0])),
-     torch.tensor([[True, False, True], [False, True, False]])],
+    [
+        0,
+        -1,
+        slice(0, 1),
+        (slice(None), 1),
+        (0, 1),
+        ...,
+        torch.tensor([0, 1, 1]),
+        (torch.tensor([0, 1]), torch.tensor([2, 0])),
+        torch.tensor([[True, False, True], [False, True, False]]),
+    ],
 )
 def test_indexing_is_that_of_a_tensor(name, index):
     with make(name) as rb:
@@ -70,7 +86,9 @@ def test_indexing_is_that_of_a_tensor(name, index):
 
 
 @pytest.mark.parametrize(
-    "sampler", [shmbuf.RandomSampler, shmbuf.PrioritizedSampler, shmbuf.SamplerWithoutReplacement], ids=lambda s: s.__name__
+    "sampler",
+    [shmbuf.RandomSampler, shmbuf.PrioritizedSampler, shmbuf.SamplerWithoutReplacement],
+    ids=lambda s: s.__name__,
 )
 def test_samples_say_time_and_lane_and_can_be_fed_back(name, sampler):
     with make(name, sampler=sampler()) as rb:
