@@ -223,7 +223,7 @@ class Cells:
         else:
             assert buffer.schema is not None
             of, p = buffer.extras(n, streams(n, buffer.schema), priorities)
-            most, parts = rows_at_once(buffer, each), []
+            most, parts = rows_at_once(buffer, each), list[Any]()
             for start in range(0, n, most):
                 part = slice(start, min(start + most, n))
                 extras = (None if of is None else of[part], None if p is None else p[part])

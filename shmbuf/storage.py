@@ -127,9 +127,7 @@ class ShmStorage(Cells):
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
         self._direct = False  # rows may be what the core takes as it is
-        self.presents: Presenting | None = (
-            None  # the last step of a sample, where rows are more than tensors in a TensorDict
-        )
+        self.presents: Presenting | None = None  # the last step of a sample, where rows are more than tensors
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
 
     @classmethod
