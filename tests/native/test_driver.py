@@ -148,3 +148,19 @@ def test_a_weaker_limiter_or_epoch_is_found_and_told(tmp_path, header, line, ins
     )
     assert done.returncode != 0
     assert "VIOLATION: " in done.stdout and told in done.stdout and "again: --seed " in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_fuzzer_fits_the_headers():
+    """`make fuzz` runs for as long as it is let; here it only has to compile."""
+    if not shutil.which("clang++-14"):
+        pytest.skip("clang++-14 is not installed")
+    done = subprocess.run(
+        ["clang++-14", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-I", "shmbuf/native", "tests/fuzz/attach.cpp"]
+        + (["-mcx16"] if platform.machine() == "x86_64" else []),
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

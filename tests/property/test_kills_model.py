@@ -192,7 +192,8 @@ class Model(RuleBasedStateMachine):
             if self.flight is not None and self.flight[0] == who:
                 self.flight = None
             rows = 0
-            if self.calm(error, "RingFull"):
+            # Rings of the closed are emptied for whoever comes, unless the one who could is stopped.
+            if self.calm(error, "RingFull", *(("TooManyCollectors",) if self.held_up else ())):
                 rows, ids = result
                 if ids is not None:
                     assert len(ids) == rows

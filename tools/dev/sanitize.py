@@ -27,6 +27,11 @@ COPIED = ("shmbuf", "tests", "tools", "examples", "README.md", "pyproject.toml",
 LEFT_OUT = ("tests/native", "tests/models", "tests/compat", "tests/fuzz", "tests/process/test_examples.py")
 # Those have sanitizers of their own, or are C; the last three want torch, in processes of their own or by way of the README.
 IN_TORCH = ("tests/process/test_face.py", "tests/process/test_readme.py")
+# A limit on the address space is one on the sanitizer's shadow, of terabytes, first.
+LIMITED = (
+    "tests/process/test_breakers.py::test_what_cannot_be_mapped_is_refused_and_leaves_nothing",
+    "tests/process/test_environments.py::test_an_address_space_or_data_limit",
+)
 FAST = ("tests/unit", "tests/property")  # and no torch
 
 
@@ -184,7 +189,16 @@ def main(argv: list[str] | None = None) -> int:
             if any(not m.startswith("-") and (build / "tree" / m.split("::")[0]).exists() for m in more)
             else chosen(build / "tree", args.fast, args.torch)
         )
-        tests = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout=600", *files, *more]
+        tests = [
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=600",
+            *(f"--deselect={t}" for t in LIMITED),
+            *files,
+            *more,
+        ]
         status, _, reports = run(build, python, tests, show=True)
     for name, text in reports.items():
         print(f"---- {build / 'reports' / name}\n{text}")
