@@ -175,13 +175,14 @@ class Schema:
     Args:
         columns: in the order in which they come back.
         form: what rows are where they are no TensorDicts: see `shmbuf.forms`.
+        inner: the shape of a time step, where rows are cells of [time, *inner]: see `shmbuf.lanes`.
 
     Raises:
         SchemaError: no column, one key twice or inside another, a shape or a row that is too large.
     """
 
-    def __init__(self, columns: Sequence[Column], form: list | None = None):
-        self.form = form
+    def __init__(self, columns: Sequence[Column], form: list | None = None, inner: tuple[int, ...] = ()):
+        self.form, self.inner = form, inner
         if not columns:
             raise SchemaError("a schema needs at least one column")
         if len(columns) > MAX_COLUMNS:
@@ -257,7 +258,9 @@ class Schema:
         return cls(columns)
 
     def to_bytes(self) -> bytes:
-        form = {} if self.form is None else {"form": self.form}
+        form: dict[str, Any] = {} if self.form is None else {"form": self.form}
+        if self.inner:
+            form["inner"] = list(self.inner)
         return msgpack.packb(
             {"columns": [[list(c.key), c.dtype, list(c.shape), c.offset] for c in self.columns], **form}
         )
@@ -270,7 +273,10 @@ class Schema:
             read, form = whole["columns"], whole.get("form")
             if not isinstance(form, (list, type(None))):
                 raise ValueError(f"form {form!r}")
-            schema = cls([Column(as_key(k), d, tuple(s)) for k, d, s, _ in read], form)
+            inner = tuple(whole.get("inner", ()))
+            if any(type(d) is not int or not 0 < d < 2**31 for d in inner):
+                raise ValueError(f"inner {inner!r}")
+            schema = cls([Column(as_key(k), d, tuple(s)) for k, d, s, _ in read], form, inner)
         except (SchemaError, ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as e:
             raise BufferFormatError(f"the segment's schema cannot be read: {e}") from None
         if [c.offset for c in schema.columns] != [o for *_, o in read]:
@@ -318,11 +324,17 @@ class Schema:
         lines = self.differences({c.key: (c.dtype, c.shape) for c in other.columns})
         if self.form != other.form:
             lines.append(f"rows are of the form {other.form or 'TensorDict'}, expected {self.form or 'TensorDict'}")
+        if self.inner != other.inner:
+            lines.append(f"time steps are of shape {list(other.inner)}, expected {list(self.inner)}")
         if lines:
             raise SchemaError(f"{whose} does not fit the buffer's schema:\n  " + "\n  ".join(lines))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schema) and (self.columns, self.form) == (other.columns, other.form)
+        return isinstance(other, Schema) and (self.columns, self.form, self.inner) == (
+            other.columns,
+            other.form,
+            other.inner,
+        )
 
     def __hash__(self) -> int:
         return hash(self.columns)

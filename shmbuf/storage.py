@@ -16,6 +16,8 @@ from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.errors import Lapped, SchemaError
 from shmbuf.forms import Rows, show
+from shmbuf.gathering import Gathering
+from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
 from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
@@ -61,7 +63,7 @@ def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
     return columns
 
 
-class ShmStorage:
+class ShmStorage(Cells):
     """Rows in shared memory, under a name.
 
     Args:
@@ -71,13 +73,13 @@ class ShmStorage:
             the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
             and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
         device: ``"cpu"``.
-        ndim: 1.
+        ndim: of the storage; with 2, rows are the cells of [time, lane], and `extend` takes [B, T]. ``len`` and ``write_count`` count cells
+            (TorchRL's ``write_count`` counts time steps).
+        batch_shape: the shape of a time step; max_size is rounded up to whole ones. Default: that of the first rows.
         trajectories, traj_key, end_keys (default: what the sampler says), and the others: see `Buffer.create`.
 
     The segment is made when a replay buffer takes the storage, or at the first use of :attr:`buffer`.
     """
-
-    ndim = 1
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class ShmStorage:
         example: TensorDictBase | Mapping | None = None,
         device: Any = "cpu",
         ndim: int = 1,
+        batch_shape: int | tuple[int, ...] | None = None,
         max_collectors: int = 256,
         ring_bytes: int | None = None,
         full: str = "block",
@@ -102,8 +105,9 @@ class ShmStorage:
     ):
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
-        if ndim != 1:
-            raise ValueError(f"ndim={ndim}: a row has one batch dimension here; reshape [B, T] batches to [B * T]")
+        self.ndim, self._inner, max_size = checked_lanes(ndim, batch_shape, max_size)
+        if ndim > 1 and batch_shape is None and not (schema is None and example is None):
+            raise ValueError(f"ndim={ndim} with a schema or an example: batch_shape= is needed, too")
         self.device = torch.device("cpu")
         self._make: dict[str, Any] = dict(
             name=name,
@@ -123,16 +127,15 @@ class ShmStorage:
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
         self._direct = False  # rows may be what the core takes as it is
-        self.presents: Presenting | None = (
-            None  # the last step of a sample, where rows are more than tensors in a TensorDict
-        )
+        self.presents: Presenting | None = None  # the last step of a sample, where rows are more than tensors
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
 
     @classmethod
     def over(cls, buffer: Buffer) -> ShmStorage:
         """The storage of an attached buffer."""
         self = cls(buffer.capacity, name=buffer.name)
-        self._buffer = buffer
+        self._buffer, said = buffer, buffer.config.get("dims") or {}
+        self.ndim, self._inner = said.get("ndim", 1), tuple(said["inner"]) if said.get("inner") else None
         return self
 
     def suggest(self, settings: Mapping[str, Any]) -> None:
@@ -165,7 +168,12 @@ class ShmStorage:
                 given = make["schema"]
                 make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
                 _check_names(make["schema"])
-            self._buffer = Buffer.create(**make, config={"face": dict(face)})
+                make["schema"] = Schema(make["schema"].columns, make["schema"].form, self._inner or ())
+            dims = {"dims": {"ndim": self.ndim, "inner": self._inner}} if self.ndim > 1 else {}
+            self._buffer = Buffer.create(**make, config={"face": dict(face), **dims})
+            if (self._buffer.config.get("dims") or {}).get("ndim", 1) != self.ndim:
+                self._buffer.close()
+                raise SchemaError(f"buffer {self.name!r} exists with other dimensions than ndim={self.ndim}")
         return self._buffer
 
     @contextlib.contextmanager
@@ -202,6 +210,7 @@ class ShmStorage:
         return len(self.buffer)
 
     def _prepare(self, schema: Schema) -> None:
+        check_inner(schema, self.ndim, self.max_size)
         self._dtypes = [_torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
@@ -213,7 +222,7 @@ class ShmStorage:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
             self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
         self.presents = Presenting.of(schema)
-        self._direct = self.presents is None
+        self._direct = self.presents is None and self.ndim == 1
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -227,10 +236,11 @@ class ShmStorage:
         priority_key: Key | None = None,
         stream: Any = None,
         priorities: Any = None,
+        inner: tuple[int, ...] | None = None,
     ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
-        The ticket's ``wait`` gives a LongTensor of indices. timeout: None: the buffer's. Errors: see `Buffer.put`.
+        The ticket's ``wait`` gives a LongTensor of indices. inner: the shape of a time step, of rows that are `cells`. timeout: None: the buffer's. Errors: see `Buffer.put`.
         """
         if self._direct and type(td) is TensorDict and stream is None and priorities is None:
             batch = td.batch_size
@@ -240,6 +250,10 @@ class ShmStorage:
                 )
                 if ticket is not None:
                     return ticket
+        if self.ndim > 1:
+            if inner is None:
+                td, inner = cells(td, single, self.ndim)
+            return self._put_cells(td, inner, wake, timeout, priority_key, stream, priorities)
         if self._ready is None and timeout is None:
             timeout = self.buffer.config["timeout"]
         since = time.monotonic()
@@ -264,10 +278,11 @@ class ShmStorage:
         priority_key: Key | None,
         timeout: float | None,
         check: Callable[[int, Schema], object],
+        inner: tuple[int, ...] = (),
     ) -> tuple[list[torch.Tensor], int]:
         """Whatever can be taken, plain; else a SchemaError with every difference."""
         if isinstance(td, Rows):
-            return self._accept(dict(td.leaves), {}, td.form, td.n, priority_key, timeout, check)
+            return self._accept(dict(td.leaves), {}, td.form, td.n, priority_key, timeout, check, inner)
         if not isinstance(td, TensorDictBase) and not is_tensor_collection(td):
             raise SchemaError(f"rows are a TensorDict, not {type(td).__name__}")
         batch = tuple(td.batch_size)
@@ -282,13 +297,14 @@ class ShmStorage:
                 if len(batch) < 2
                 else (
                     " To store every step as a row: td.reshape(-1); to store each of the "
-                    f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}]."
+                    f"{batch[0]} sequences as one row: td.batch_size = [{batch[0]}]; "
+                    "to keep both dimensions: ShmStorage(ndim=2)."
                 )
             )
             raise SchemaError(f"got batch size {list(batch)}: {what}.{hint} Nothing was stored.")
         values: dict[Key, Any] = {}
         leaves = tensor_leaves(td, others=values)
-        return self._accept(leaves, values, None, -1 if single else batch[0], priority_key, timeout, check)
+        return self._accept(leaves, values, None, -1 if single else batch[0], priority_key, timeout, check, inner)
 
     def _accept(
         self,
@@ -299,6 +315,7 @@ class ShmStorage:
         priority_key: Key | None,
         timeout: float | None,
         check: Callable[[int, Schema], object],
+        inner: tuple[int, ...] = (),
     ) -> tuple[list[torch.Tensor], int]:
         """Leaves (those that are Python values: one, or one a row) in column order, or a SchemaError with every difference."""
         single, schema = n < 0, self.buffer.schema
@@ -334,7 +351,7 @@ class ShmStorage:
                 return [], 0
             made = [*Schema.from_leaves(leaves, lead).columns] if leaves else []
             made += [Column(k, PACKED, (bound_of(v),)) for k, v in packed.items()]
-            _check_names(found := Schema(made, form))
+            _check_names(found := Schema(made, form, inner))
             check(1 if single else n, found)  # what is refused must not fix the schema
             self.buffer._build(found, "the first rows", timeout)
             schema = self.buffer.schema
@@ -488,9 +505,12 @@ class ShmStorage:
             out.set(k[0], t)
         return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
-    def get(self, index: Any) -> Any:
-        """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column."""
-        got = self._get(index)
+    def get(self, index: Any, swap: int = 0) -> Any:
+        """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column.
+
+        Of more than one dimension: as a tensor of :attr:`shape` is indexed (swap: with its first dimension and this one exchanged).
+        """
+        got = self._get(index) if self.ndim == 1 else self._get_cells(index, swap)
         return got if self.presents is None or self._is_key(index) else self.presents(got)
 
     @staticmethod
@@ -527,7 +547,8 @@ class ShmStorage:
         rows = self._rows(schema, self._counted(slots, size))
         return rows[0] if single else rows
 
-    __getitem__ = get
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
 
     def _clipped(self, index: slice, read: Callable[[np.ndarray], Any]) -> Any:
         """read(slots) of a slice, which clips: also when the buffer is emptied between the look at its length and the copy."""
@@ -576,26 +597,3 @@ class ShmStorage:
             if self._buffer is not None
             else f"ShmStorage({self._make['name']!r}, {self.max_size:,} rows, not made yet)"
         )
-
-
-class Gathering:
-    """A batch that is filled by id, in as many goes as it takes."""
-
-    def __init__(self, storage: ShmStorage, n: int, pin: bool):
-        storage.schema()
-        self._storage, self.n = storage, n
-        self._leaves = storage._fresh(n, pin)
-        self._addresses = list(map(_ADDRESS, self._leaves[:-2]))
-
-    def fetch(self, ids: np.ndarray, done: np.ndarray) -> int:
-        """Copy the rows of int64[n] ids whose uint8[n] done is 0, and set it where the row was there; returns how many are."""
-        return self._storage.buffer._call(
-            "fetch", self._storage._columns, self._addresses, self.n, ids.ctypes.data, done.ctypes.data
-        )
-
-    def tensordict(self, ids: np.ndarray) -> TensorDict:
-        self._storage.buffer.count_drawn(ids)
-        row_id, index = self._leaves[-2:]
-        row_id.copy_(torch.from_numpy(ids))
-        torch.remainder(row_id, self._storage.buffer.capacity, out=index)
-        return make_tensordict(self._storage._sample_tree, self._leaves, torch.Size((self.n,)))

@@ -32,6 +32,11 @@ class Priorities(Face):
         """
         buffer = self.buffer
         if row_id is None:
+            if self._storage.ndim > 1:
+                index = self._storage.slots_of(index)
+                if isinstance(priority, torch.Tensor) and priority.ndim > 1 and priority.numel() == index.numel():
+                    swap = min(self._storage.ndim, priority.ndim) - 1
+                    priority = priority.transpose(swap, 0).flatten()  # as extend() was given it
             ids = buffer.ids_of(numbers(index, "index"))
         elif index is not None:
             raise TypeError("index or row_id, not both")
@@ -74,6 +79,9 @@ class Priorities(Face):
             self.update_priority(None, self._reduced(priority, ids.numel(), ids.shape), row_id=ids)
         else:
             index = data.get("index")
+            if self._storage.ndim > 1:
+                self.update_priority(index, self._reduced(priority, index[..., 0].numel(), index.shape[:-1]))
+                return
             self.update_priority(index, self._reduced(priority, index.numel(), index.shape))
 
     def mark_update(self, index: Any) -> None:

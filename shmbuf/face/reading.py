@@ -66,6 +66,8 @@ class Reading(Transforming):
                 self._ahead.clear()
         if out is not None and self._storage.presents is not None:
             raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")
+        if out is not None and self._storage.ndim > 1:
+            raise SchemaError(f"out= is for storages of one dimension; this one has ndim={self._storage.ndim}")
         td = self._draw(n, out, timeout, how)
         if self._touched or self._storage.presents is not None:
             td, info = self._with_info(td)
@@ -89,13 +91,16 @@ class Reading(Transforming):
             raise
         if got < n:  # what was left of an epoch
             buffer.refund_samples(n - got)
-        return td
+        return td if self._storage.ndim == 1 else self._storage.located(td)
 
     def _reseed(self, generator: torch.Generator) -> None:
         self.buffer.seed(int(torch.randint(2**62, (1,), generator=generator, device=generator.device)))
 
     def _info(self, td: TensorDictBase) -> dict[Any, Any]:
-        return {k: td[k] for k in self._info_keys() if k in td.keys(True)}
+        info = {k: td[k] for k in self._info_keys() if k in td.keys(True)}
+        if self._storage.ndim > 1:
+            info["index"] = info["index"].unbind(-1)
+        return info
 
     def _with_info(self, td: TensorDictBase) -> tuple[Any, dict[Any, Any]]:
         info = self._info(td)
@@ -196,10 +201,10 @@ class Reading(Transforming):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         if not self._touched:
-            return self._storage.get(index)
+            return self._storage.get(index, self._storage.ndim - 1)
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return self[:][index]
-        rows = self._storage.get(index)
+        rows = self._storage.get(index, self._storage.ndim - 1)
         if self._collate is not None and not isinstance(index, int):
             rows = self._collate(rows)
         return self._forward(rows)

@@ -14,6 +14,7 @@ from shmbuf.errors import SchemaError
 from shmbuf.face.priorities import Priorities
 from shmbuf.face.transforming import Transforming
 from shmbuf.forms import Rows, take_apart, take_items
+from shmbuf.lanes import cells
 from shmbuf.schema import Key
 from shmbuf.storage import stack
 from shmbuf.ticket import Ticket, left_of
@@ -70,6 +71,8 @@ class Writing(Transforming, Priorities):
             return int(index) if len(index) == 1 else index
         td = data if isinstance(data, TensorDictBase) else self._one(data)
         index = self._store(td, timeout, False, True, single=True, stream=stream)
+        if self._storage.ndim > 1:
+            return index
         return int(index) if len(index) else None
 
     def set_writer(self, writer: Any) -> Any:
@@ -100,10 +103,13 @@ class Writing(Transforming, Priorities):
     ) -> Any:
         """Lock, first build, room and commit share one timeout."""
         ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
+        inner = None
+        if storage.ndim > 1:
+            (td, inner), single = cells(td, single, storage.ndim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
         if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:
-                ticket = storage.put(td, wake, timeout, single, key, stream, priorities)
+                ticket = storage.put(td, wake, timeout, single, key, stream, priorities, inner)
             finally:
                 self._lock.release()
             if not wait:
@@ -111,7 +117,7 @@ class Writing(Transforming, Priorities):
         timeout = self._timeout(timeout)
         if ticket is None:
             with self._alone(timeout):
-                ticket = storage.put(td, wake, left_of(timeout, since), single, key, stream, priorities)
+                ticket = storage.put(td, wake, left_of(timeout, since), single, key, stream, priorities, inner)
         return ticket.wait(left_of(timeout, since)) if wait else ticket
 
     def _sent_priorities(self, td: Any, key: Key, single: bool) -> np.ndarray | None:

@@ -1,0 +1,128 @@
+"""Storages of [time, lane]: rows come back where TorchRL would put them, lanes are streams, records are whole time steps."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import shmbuf
+from shmbuf import ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
+
+
+def batch(b: int, t: int, first: int = 0) -> TensorDict:
+    k = torch.arange(first, first + b * t).reshape(b, t)
+    return TensorDict(
+        {
+            "k": k,
+            "lane": torch.arange(b)[:, None].expand(b, t),
+            "next": {"done": torch.zeros(b, t, 1, dtype=torch.bool)},
+        },
+        [b, t],
+    )
+
+
+def make(name, size=14, **kw):
+    sampler = kw.pop("sampler", None)
+    return TensorDictReplayBuffer(
+        storage=ShmStorage(size, name=name, ndim=2, drain="caller", **kw), sampler=sampler, batch_size=6
+    )
+
+
+def test_cells_lie_time_first(name):
+    with make(name, 13, batch_shape=(2,)) as rb:
+        assert rb.storage.max_size == 14
+        index = rb.extend(batch(2, 3))
+        assert index.tolist() == [[t, b] for t in range(3) for b in range(2)]
+        assert rb.storage.shape == (3, 2) and len(rb) == 6 and rb.write_count == 6
+        assert rb[:]["k"].equal(batch(2, 3)["k"]) and rb.storage[:]["k"].equal(batch(2, 3)["k"].T)
+        assert rb.add(batch(2, 1, 50)[:, 0]).tolist() == [[3, 0], [3, 1]]
+        assert rb[:]["k"][:, 3].tolist() == [50, 51]
+
+
+def test_a_capacity_that_is_no_multiple_is_refused_before_anything_changes(name):
+    with make(name, 13) as rb:
+        with pytest.raises(SchemaError, match=r"max_size=13 is no multiple of 2.*batch_shape=\(2,\).*14"):
+            rb.extend(batch(2, 3))
+        assert not rb.initialized
+        assert len(rb.extend(batch(13, 1))) == 13
+
+
+def test_other_lanes_are_refused(name):
+    with make(name, 12) as rb:
+        rb.extend(batch(2, 3))
+        with pytest.raises(SchemaError, match=r"\[3\].*\[2\]"):
+            rb.extend(batch(3, 2))
+        with pytest.raises(SchemaError, match="ndim=2"):
+            rb.extend(batch(2, 3)[0])
+        assert len(rb) == 6
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(0, 1),
+        (slice(None), 1),
+        (0, 1),
+        ...,
+        torch.tensor([0, 1, 1]),
+        (torch.tensor([0, 1]), torch.tensor([2, 0])),
+        torch.tensor([[True, False, True], [False, True, False]]),
+    ],
+)
+def test_indexing_is_that_of_a_tensor(name, index):
+    with make(name) as rb:
+        data = batch(2, 3)
+        rb.extend(data)
+        assert rb[index]["k"].equal(data["k"][index])
+        other = index.T if isinstance(index, torch.Tensor) and index.dtype is torch.bool else index
+        if other is index and isinstance(index, tuple):
+            return
+        assert rb.storage[other]["k"].equal(data["k"].T[other])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [shmbuf.RandomSampler, shmbuf.PrioritizedSampler, shmbuf.SamplerWithoutReplacement],
+    ids=lambda s: s.__name__,
+)
+def test_samples_say_time_and_lane_and_can_be_fed_back(name, sampler):
+    with make(name, sampler=sampler()) as rb:
+        rb.extend(batch(2, 4))
+        td, info = rb.sample(return_info=True)
+        assert td["index"].shape == (6, 2) and [i.shape for i in info["index"]] == [(6,)] * 2
+        assert rb.storage[info["index"]]["k"].equal(td["k"]) and td["index"][:, 1].equal(td["lane"])
+        if sampler is shmbuf.PrioritizedSampler:
+            assert rb.update_priority(td["index"], torch.ones(6)).all()
+            assert rb.update_priority(info["index"], torch.zeros(6)).all()
+            rb.update_priority(rb.extend(batch(2, 2, 90)), torch.tensor([[0.0, 0.0], [0.0, 9.0]]))
+            everything = torch.tensor([[t, b] for t in range(4) for b in range(2)])
+            rb.update_priority(everything, torch.zeros(8))
+            hot = rb.sample(200)
+            assert (hot["k"] == 93).float().mean() > 0.9
+
+
+def test_slices_stay_in_their_lane_whatever_the_ring_splits_and_another_collector_puts(name):
+    sampler = shmbuf.SliceSampler(slice_len=3)
+    with make(name, 600, sampler=sampler, ring_bytes=4096) as rb, pickle.loads(pickle.dumps(rb)) as other:
+        for i in range(2):
+            rb.extend(batch(3, 150, 1000 * i))
+            other.put(batch(3, 5, 1000 * i + 500))
+        td = rb.sample(300)
+        k = td["k"].reshape(-1, 3)
+        assert (k.diff(dim=1) == 1).all()
+        assert td["index"][:, 1].equal(td["lane"])
+        assert (rb[:]["lane"] == torch.arange(3)[:, None]).all()
+
+
+def test_forms_have_lanes_too(name):
+    with ReplayBuffer(storage=ShmStorage(12, name=name, ndim=2), batch_size=4) as rb:
+        x = torch.arange(12.0).reshape(2, 3, 2)
+        rb.extend(x)
+        assert rb[:].equal(x)
+        with pickle.loads(pickle.dumps(rb)) as there:
+            assert there.storage.ndim == 2 and there[:].equal(x)
