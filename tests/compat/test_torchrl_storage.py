@@ -8,6 +8,8 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict
+
+pytest.importorskip("torchrl.data")
 from torchrl.data import (
     RandomSampler,
     ReplayBuffer,

@@ -197,7 +197,7 @@ struct User {
   }
   void clear() {
     std::shared_ptr<TicketState> ticket;
-    if (h.clear(u32(rng.below(2)), soon(), ticket, go_on) == Status::ok) h.wait(*ticket, soon(), go_on);
+    if (h.clear(u32(rng.below(2)), {}, soon(), ticket, go_on) == Status::ok) h.wait(*ticket, soon(), go_on);
   }
   void audit() { CHECK(h.audit(0).findings.size() < 1000); }
   void help() {

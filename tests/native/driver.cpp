@@ -185,7 +185,7 @@ static void collector(Segment &s, int file, u64 life) {
       u64 at = p.tail(), end;
       if (clear) {
         count(board->clears);
-        end = p.publish_clear(0);
+        end = p.publish_clear(0, {});
       } else {
         staging.resize(n * s.row_bytes);
         for (u64 j = 0; j < n; ++j) make_row(&staging[j * s.row_bytes], i, number + j);

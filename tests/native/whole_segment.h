@@ -45,8 +45,13 @@ static void segment() {
         for (u64 k = 0; k < 4; ++k) next[k] += ahead[k];
         if (rng.below(4) == 0) at.wait(*ticket, soon(), go_on);
         fetch_add(w->put, n, relaxed);
+        if (rng.below(8) == 0 && at.wait(*ticket, soon(), go_on) == Status::ok && ticket->pieces[0].n == n && ticket->pieces[0].first < kDropped) {
+          u64 ids[8];  // the same bytes again, where the rows lie by now or do not
+          for (u64 j = 0; j < n; ++j) ids[j] = ticket->pieces[0].first + j;
+          if (at.edit(&whole, 1, ids, n, soon(), rng.below(2), ticket, go_on) == Status::ok) at.wait(*ticket, soon(), go_on);
+        }
       }
-      if (rng.below(512) == 0) at.clear(0, soon(), ticket, go_on);
+      if (rng.below(512) == 0) at.clear(0, {}, soon(), ticket, go_on);
     }
   };
   auto by_priority = [&](Rng &rng) {
