@@ -60,6 +60,11 @@ _HOME = {
     **dict.fromkeys(
         ("ParameterScheduler", "LambdaScheduler", "LinearScheduler", "StepScheduler", "SchedulerList"), "schedulers"
     ),
+    **dict.fromkeys(
+        ("RoundRobinWriter", "TensorDictRoundRobinWriter", "TensorDictMaxValueWriter", "ImmutableDatasetWriter"),
+        "writers",
+    ),
+    **dict.fromkeys(("Transform", "Compose"), "transforms"),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
@@ -104,7 +109,14 @@ if TYPE_CHECKING:
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
+    from shmbuf.transforms import Compose, Transform
     from shmbuf.trajectories import TrajectorySpan
+    from shmbuf.writers import (
+        ImmutableDatasetWriter,
+        RoundRobinWriter,
+        TensorDictMaxValueWriter,
+        TensorDictRoundRobinWriter,
+    )
 
 
 def __getattr__(name: str) -> Any:
