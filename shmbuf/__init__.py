@@ -109,8 +109,8 @@ if TYPE_CHECKING:
     from shmbuf.segment import destroy
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
-    from shmbuf.transforms import Compose, Transform
     from shmbuf.trajectories import TrajectorySpan
+    from shmbuf.transforms import Compose, Transform
     from shmbuf.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
