@@ -64,7 +64,10 @@ _HOME = {
         ("RoundRobinWriter", "TensorDictRoundRobinWriter", "TensorDictMaxValueWriter", "ImmutableDatasetWriter"),
         "writers",
     ),
-    **dict.fromkeys(("Transform", "Compose"), "transforms"),
+    **dict.fromkeys(
+        ("Transform", "Compose", "DTypeCastTransform", "DoubleToFloat", "ExcludeTransform", "SelectTransform"),
+        "transforms",
+    ),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
@@ -110,7 +113,14 @@ if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
     from shmbuf.trajectories import TrajectorySpan
-    from shmbuf.transforms import Compose, Transform
+    from shmbuf.transforms import (
+        Compose,
+        DoubleToFloat,
+        DTypeCastTransform,
+        ExcludeTransform,
+        SelectTransform,
+        Transform,
+    )
     from shmbuf.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
