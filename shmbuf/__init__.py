@@ -61,6 +61,14 @@ _HOME = {
     **dict.fromkeys(
         ("ParameterScheduler", "LambdaScheduler", "LinearScheduler", "StepScheduler", "SchedulerList"), "schedulers"
     ),
+    **dict.fromkeys(
+        ("RoundRobinWriter", "TensorDictRoundRobinWriter", "TensorDictMaxValueWriter", "ImmutableDatasetWriter"),
+        "writers",
+    ),
+    **dict.fromkeys(
+        ("Transform", "Compose", "DTypeCastTransform", "DoubleToFloat", "ExcludeTransform", "SelectTransform"),
+        "transforms",
+    ),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         (
@@ -121,6 +129,20 @@ if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
     from shmbuf.ticket import Ticket
     from shmbuf.trajectories import TrajectorySpan
+    from shmbuf.transforms import (
+        Compose,
+        DoubleToFloat,
+        DTypeCastTransform,
+        ExcludeTransform,
+        SelectTransform,
+        Transform,
+    )
+    from shmbuf.writers import (
+        ImmutableDatasetWriter,
+        RoundRobinWriter,
+        TensorDictMaxValueWriter,
+        TensorDictRoundRobinWriter,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -8,5 +8,17 @@ from shmbuf.transforms.base import (
     Transform,
     as_transform,
 )
+from shmbuf.transforms.simple import DoubleToFloat, DTypeCastTransform, ExcludeTransform, SelectTransform
 
-__all__ = ["CallableTransform", "Compose", "ForeignTransform", "InvertTransform", "Transform", "as_transform"]
+__all__ = [
+    "CallableTransform",
+    "Compose",
+    "DTypeCastTransform",
+    "DoubleToFloat",
+    "ExcludeTransform",
+    "ForeignTransform",
+    "InvertTransform",
+    "SelectTransform",
+    "Transform",
+    "as_transform",
+]
