@@ -20,6 +20,7 @@ from shmbuf.samplers import SAMPLERS, PrioritizedSampler, Sampler
 from shmbuf.samplers.sequences import UNITS, SampleUnit, checked_unit
 from shmbuf.schema import as_key
 from shmbuf.storage import ShmStorage
+from shmbuf.writers import WRITERS, Writer
 
 __all__ = [
     "PrioritizedReplayBuffer",
@@ -41,7 +42,7 @@ class ReplayBuffer(State):
         storage: a `ShmStorage`; default: an unnamed one of 1000 rows. sampler: default `RandomSampler()`. Both: or a function without
             arguments that makes one.
         sample_unit: what each sampled row becomes: a `Sequence`, an `NStep` transition; default: itself.
-        writer, checkpointer: None: rows are written in turn, and saved in TorchRL's layout.
+        writer: how rows are placed; default: in turn. checkpointer: None: saved in TorchRL's layout.
         collate_fn: what is made of a batch before the transforms see it.
         pin_memory: samples in page-locked memory, where CUDA is present.
         prefetch: so many batches of ``batch_size`` are drawn ahead, by threads: see `sample`.
@@ -71,7 +72,7 @@ class ReplayBuffer(State):
         storage: ShmStorage | Callable[[], ShmStorage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         sample_unit: SampleUnit | None = None,
-        writer: None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         prefetch: int | None = None,
@@ -94,10 +95,7 @@ class ReplayBuffer(State):
         seed: int | None = None,
     ):
         check_service(service_backend, service_backend_options, transport, transport_options, use_ray_service)
-        if writer is not None:
-            raise TypeError(
-                f"writer: rows are written in turn by the buffer's one writer; {type(writer).__name__} is none of its kinds"
-            )
+        made = self._made_writer(writer)
         if checkpointer is not None:
             raise TypeError(
                 f"checkpointer: dumps() writes TorchRL's own layout and loads() reads it; {type(checkpointer).__name__} is not taken"
@@ -126,7 +124,9 @@ class ReplayBuffer(State):
         self._register()
         if limiter is not None:
             scaled(limiter, self._batch_size or 1)
+        self._writer = made
         with self._storage.opened(self._described(pin_memory)):
+            self._use_writer(made)
             if limiter is not None:
                 self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
             self._settle(seed)
@@ -140,6 +140,7 @@ class ReplayBuffer(State):
             "priority_key": list(self._priority_key or ()),
             "pin_memory": pin_memory,
             "sampler": [self._sampler.name, self._sampler.arguments()],
+            "writer": [self._writer.name, self._writer.arguments()],
             "sample_unit": None if self._unit is None else [self._unit.name, self._unit.arguments()],
         }
 
@@ -175,6 +176,8 @@ class ReplayBuffer(State):
             self._sampler = sampler if sampler is not None else SAMPLERS[kind](**arguments)
             named = face.get("sample_unit")
             self._unit = unit if unit is not None or named is None else UNITS[named[0]](**named[1])
+            named = face.get("writer")
+            self._writer = cls._made_writer(None) if named is None else WRITERS[named[0]](**named[1])
             self._batch_size = positive(face.get("batch_size"))
             self._priority_key = tuple(face.get("priority_key") or ()) or None
             self._pin = bool(face.get("pin_memory")) and torch.cuda.is_available()
@@ -185,6 +188,7 @@ class ReplayBuffer(State):
         try:
             ways = (face.get(k) for k in ("prefetch", "transform", "transform_factory", "collate_fn"))
             self._set_ways(*ways)
+            self._use_writer(self._writer)
             self._settle(face.get("seed"))
         except BaseException:
             buffer.close()
@@ -204,6 +208,7 @@ class ReplayBuffer(State):
                 storage.suggest(part.trajectory_settings())
         with storage.opened(self._described(self._pin)):
             self._sampler.prepare(storage)
+            self._writer.register_storage(storage)
         self._drop_ahead()
         self._storage, self._collate = storage, collate_fn
         self._touched = self._touched if kept is collate_fn else True

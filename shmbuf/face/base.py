@@ -19,6 +19,7 @@ from shmbuf.samplers.sequences import SampleUnit
 from shmbuf.schema import Key
 from shmbuf.storage import ShmStorage
 from shmbuf.ticket import seconds_of
+from shmbuf.writers import Writer
 
 if TYPE_CHECKING:
     from shmbuf.face.prefetching import Prefetcher
@@ -36,22 +37,6 @@ def _new_locks() -> None:  # another thread of the parent may have held one at t
 os.register_at_fork(after_in_child=_new_locks)
 
 
-class Cursor:
-    """What TorchRL's writer tells, of the one writer of the buffer."""
-
-    def __init__(self, buffer: Buffer):
-        self._buffer = buffer
-
-    @property
-    def _cursor(self) -> int:
-        """The slot of the next row."""
-        return self._buffer.window[1] % self._buffer.capacity
-
-    @property
-    def _write_count(self) -> int:
-        return self._buffer.write_count
-
-
 class Face:
     """The parts of one handle, and what they are asked for."""
 
@@ -61,6 +46,8 @@ class Face:
     _batch_size: int | None
     _priority_key: Key | None
     _pin: bool
+    _writer: Writer
+    _decides: Writer | None = None  # the writer, if rows do not just go into the next slots
     _lock: Any  # puts in turn
     _rng: torch.Generator | None = None
     _ahead: Prefetcher | None = None
@@ -109,13 +96,9 @@ class Face:
         return self._sampler
 
     @property
-    def writer(self) -> Cursor:
-        """Where the next row goes. Writing itself is done by whichever process drains the rings."""
-        return Cursor(self.buffer)
-
-    @property
-    def _writer(self) -> Cursor:
-        return self.writer
+    def writer(self) -> Writer:
+        """How rows are placed. Writing itself is done by whichever process drains the rings."""
+        return self._writer
 
     @property
     def batch_size(self) -> int | None:

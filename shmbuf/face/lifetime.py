@@ -104,6 +104,7 @@ class Lifetime(Reading, Editing):
             "batch_size": self._batch_size,
             "sampler": [self._sampler.name, self._sampler.arguments()],
         }
+        own["writer"] = [self._writer.name, self._writer.arguments()]
         if self._unit is not None:
             own["sample_unit"] = [self._unit.name, self._unit.arguments()]
         if self._ahead is not None:

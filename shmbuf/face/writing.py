@@ -18,6 +18,7 @@ from shmbuf.lanes import cells
 from shmbuf.schema import Key
 from shmbuf.storage import stack
 from shmbuf.ticket import Ticket, left_of
+from shmbuf.writers import WRITERS, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 
 
 class Writing(Transforming, Priorities):
@@ -50,6 +51,8 @@ class Writing(Transforming, Priorities):
             CommitPending: the rows are in the ring and will be stored; ``.ticket`` waits for them.
         """
         batch = self._batch(tensordicts) if not self._touched else self._to_store(tensordicts)
+        if self._decides is not None:
+            return self._placed(batch, timeout)
         return self._store(batch, timeout, False, True, stream=stream, prioritise=update_priority)
 
     def put(self, data: Any, *, stream: Any = None, timeout: float | None = None) -> Ticket:
@@ -57,6 +60,11 @@ class Writing(Transforming, Priorities):
 
         timeout: seconds to wait for room in the ring; None: the buffer's.
         """
+        if self._decides is not None:
+            self._decides.check_write()
+            raise RuntimeError(
+                f"put() does not wait for what is stored, by which a {type(self._decides).__name__} decides: extend()"
+            )
         batch = self._batch(data) if not self._touched else self._to_store(data)
         return self._store(batch, timeout, True, False, stream=stream)
 
@@ -70,22 +78,56 @@ class Writing(Transforming, Priorities):
             index = self._store(self._to_store(data[None]), timeout, False, True, stream=stream)
             return int(index) if len(index) == 1 else index
         td = data if isinstance(data, TensorDictBase) else self._one(data)
+        if self._decides is not None:
+            index = self._placed(td[None], timeout)
+            return int(index) if len(index) and index[0] >= 0 else None
         index = self._store(td, timeout, False, True, single=True, stream=stream)
         if self._storage.ndim > 1:
             return index
         return int(index) if len(index) else None
 
     def set_writer(self, writer: Any) -> Any:
-        """Another way of writing rows than in turn. There is none: TypeError. Returns the previous one."""
-        raise TypeError(
-            f"rows are written in turn by the buffer's one writer; {type(writer).__name__} is none of its kinds"
+        """Place rows another way from now on, through this handle. Returns the previous writer. TypeError: none of shmbuf's."""
+        before, made = self._writer, self._made_writer(writer)
+        self._use_writer(made)
+        return before
+
+    @classmethod
+    def _made_writer(cls, writer: Any) -> Writer:
+        if writer is None:
+            return RoundRobinWriter() if cls._takes_forms else TensorDictRoundRobinWriter()
+        made = writer() if callable(writer) and not isinstance(writer, Writer) else writer
+        if not isinstance(made, Writer):
+            raise TypeError(
+                f"writer must be either a Writer or a callable returning a writer instance; one of shmbuf's "
+                f"({', '.join(c.__name__ for c in WRITERS.values())}), not {type(made).__name__}"
+            )
+        return made
+
+    def _use_writer(self, writer: Writer) -> None:
+        writer.register_storage(self._storage)
+        self._writer, self._decides = (
+            writer,
+            None if type(writer) in (RoundRobinWriter, TensorDictRoundRobinWriter) else writer,
         )
+
+    def _placed(self, rows: Any, timeout: float | None) -> torch.Tensor:
+        """LongTensor[n]: where the writer put each row; -1: nowhere."""
+        assert self._decides is not None
+        self._decides.check_write()
+        with self._alone(self._timeout(timeout)):
+            index = self._decides.extend(rows, timeout=timeout)
+        kept = index[index >= 0]
+        if len(kept) and self.buffer._get("wants_priorities"):
+            self.mark_update(kept)
+        return index
 
     def empty(self, empty_write_count: bool = True, *, timeout: float | None = None) -> None:
         """Forget all rows, for every process; indices start again at 0. timeout: seconds; None: the buffer's.
 
         Batches that other handles have drawn ahead (``prefetch``) are still given out.
         """
+        self._writer.check_write()
         timeout, since = self._timeout(timeout), time.monotonic()
         with self._alone(timeout):
             self.buffer.empty(empty_write_count=empty_write_count, timeout=left_of(timeout, since))
