@@ -18,14 +18,14 @@ from shmbuf import (
 
 
 def rows(*rewards: float) -> TensorDict:
-    r = torch.tensor(rewards)
+    r = torch.tensor(rewards, dtype=torch.float32)
     return TensorDict({"k": torch.arange(len(rewards)), "next": {"reward": r[:, None]}}, [len(rewards)])
 
 
 @pytest.fixture
-def best(unique_name):
+def best(name):
     rb = TensorDictReplayBuffer(
-        storage=ShmStorage(3, name=unique_name), writer=TensorDictMaxValueWriter(), batch_size=8
+        storage=ShmStorage(3, name=name), writer=TensorDictMaxValueWriter(), batch_size=8
     )
     yield rb
     rb.destroy(force=True)
@@ -55,9 +55,9 @@ def test_whoever_attaches_writes_the_same_way(best):
     assert stored(best) == [5, 6, 7]
 
 
-def test_a_row_that_replaces_another_has_the_priority_of_new_ones(unique_name):
+def test_a_row_that_replaces_another_has_the_priority_of_new_ones(name):
     rb = TensorDictReplayBuffer(
-        storage=ShmStorage(2, name=unique_name),
+        storage=ShmStorage(2, name=name),
         sampler=PrioritizedSampler(2, alpha=1.0, beta=1.0, eps=0.0),
         writer=TensorDictMaxValueWriter(),
         batch_size=64,
@@ -69,8 +69,8 @@ def test_a_row_that_replaces_another_has_the_priority_of_new_ones(unique_name):
     rb.destroy(force=True)
 
 
-def test_an_immutable_buffer_takes_nothing(unique_name):
-    rb = TensorDictReplayBuffer(storage=ShmStorage(5, name=unique_name), batch_size=2)
+def test_an_immutable_buffer_takes_nothing(name):
+    rb = TensorDictReplayBuffer(storage=ShmStorage(5, name=name), batch_size=2)
     rb.extend(rows(1, 2))
     assert type(rb.set_writer(ImmutableDatasetWriter())).__name__ == "TensorDictRoundRobinWriter"
     for call in (lambda: rb.extend(rows(3)), lambda: rb.add(rows(3)[0]), lambda: rb.put(rows(3)), rb.empty):
