@@ -16,8 +16,12 @@ test: $(VENV)/.built  ## the whole suite
 	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
 	$(if $(ARGS),,$(MAKE) compat)
 
+# TORCHRL_SRC: a checkout of TorchRL, whose own replay-buffer tests are then run against our classes.
+TORCHRL_TESTS = test_query.py test_rb_core.py test_rb_transforms.py test_samplers.py::TestFindStartStopTraj
 compat: $(COMPAT)/.built  ## TorchRL beside us, as an oracle
 	$(COMPAT)/bin/python -m pytest tests/compat $(ARGS)
+	$(if $(TORCHRL_SRC),$(COMPAT)/bin/python -m pytest -p tests.compat.torchrl_suite.plugin -c /dev/null -p no:cacheprovider --timeout 60 \
+	  $(addprefix $(abspath $(TORCHRL_SRC))/test/rb/,$(TORCHRL_TESTS)))
 
 bench: $(BENCH)/.built  ## peers and limits side by side in one run
 	$(BENCH)/bin/python -m tools.bench $(ARGS)

@@ -60,6 +60,19 @@ class Writer:
         return self._registered().buffer.write_count
 
     @property
+    def tracks_generations(self) -> bool:
+        """Whether samples carry "index_generation"."""
+        return False
+
+    def generations_of(self, index: Any) -> torch.Tensor:
+        """int64, shaped like index: which of its rows lies in each slot now, ``row_id // capacity``; −1 where none does."""
+        buffer, slots = self._registered().buffer, torch.as_tensor(index, dtype=torch.int64)
+        lo, hi = buffer.window
+        ids = hi - 1 - (hi - 1 - slots) % buffer.capacity
+        stored = (slots >= 0) & (slots < buffer.capacity) & (ids >= lo)
+        return torch.where(stored, ids // buffer.capacity, -1)
+
+    @property
     def _write_count(self) -> int:
         return self.write_count
 
@@ -86,14 +99,21 @@ class RoundRobinWriter(Writer):
     """Row after row into the next slot, the oldest overwritten.
 
     Args:
-        compilable, track_generations: TorchRL's, accepted and without effect: counters are shared without a lock, and every row has an id
-            that never repeats.
+        compilable: TorchRL's, without effect: counters are shared without a lock.
+        track_generations: samples carry "index_generation", int64: ``row_id // capacity``. They count for all processes.
     """
 
     name = "RoundRobinWriter"
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
-        self.compilable, self.track_generations = compilable, track_generations
+        self.compilable, self.track_generations = compilable, bool(track_generations)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"track_generations": True} if self.track_generations else {}
+
+    @property
+    def tracks_generations(self) -> bool:
+        return self.track_generations
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):

@@ -91,6 +91,8 @@ class Reading(Transforming):
             raise
         if got < n:  # what was left of an epoch
             buffer.refund_samples(n - got)
+        if self._writer.tracks_generations:
+            td.set("index_generation", td.get("row_id") // self.buffer.capacity)
         return td if self._storage.ndim == 1 else self._storage.located(td)
 
     def _reseed(self, generator: torch.Generator) -> None:

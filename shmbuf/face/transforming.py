@@ -99,7 +99,8 @@ class Transforming(Face):
         return out
 
     def _info_keys(self) -> tuple[Any, ...]:
-        return (*self._sampler.info_keys, *(self._unit.info_keys if self._unit is not None else ()))
+        more = self._unit.info_keys if self._unit is not None else ()
+        return (*self._sampler.info_keys, *more, *(("index_generation",) if self._writer.tracks_generations else ()))
 
 
 def _composed(transform: Any) -> Compose:

@@ -24,9 +24,7 @@ def rows(*rewards: float) -> TensorDict:
 
 @pytest.fixture
 def best(name):
-    rb = TensorDictReplayBuffer(
-        storage=ShmStorage(3, name=name), writer=TensorDictMaxValueWriter(), batch_size=8
-    )
+    rb = TensorDictReplayBuffer(storage=ShmStorage(3, name=name), writer=TensorDictMaxValueWriter(), batch_size=8)
     yield rb
     rb.destroy(force=True)
 
@@ -79,4 +77,20 @@ def test_an_immutable_buffer_takes_nothing(name):
     assert stored(rb) == [1, 2] and len(rb.sample()) == 2
     rb.set_writer(RoundRobinWriter)
     assert rb.extend(rows(3)).tolist() == [2] and rb.writer._cursor == 3
+    rb.destroy(force=True)
+
+
+def test_generations_count_for_all_processes(name):
+    rb = TensorDictReplayBuffer(
+        storage=ShmStorage(4, name=name), writer=RoundRobinWriter(track_generations=True), batch_size=32
+    )
+    rb.extend(rows(1, 2, 3))
+    assert rb.writer.generations_of(torch.tensor([[0, 3], [2, 7]])).tolist() == [[0, -1], [0, -1]]
+    other = shmbuf.attach(name)
+    other.extend(rows(4, 5, 6))
+    assert rb.writer.generations_of(torch.arange(4)).tolist() == [1, 1, 0, 0]
+    for handle in (rb, other):
+        batch, info = handle.sample(return_info=True)
+        assert (info["index_generation"] == handle.writer.generations_of(batch["index"])).all()
+    other.close()
     rb.destroy(force=True)

@@ -20,16 +20,6 @@ import tomllib
 import shmbuf
 from tests.compat.conftest import stand_in
 
-FILES = (
-    "test_query",
-    "test_rb_core",
-    "test_rb_transforms",
-    "test_ensemble",
-    "test_writers",
-    "test_samplers",
-    "test_prioritized",
-    "test_composable",
-)
 _BUFFERS = (
     "ReplayBuffer",
     "TensorDictReplayBuffer",
