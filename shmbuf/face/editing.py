@@ -248,11 +248,19 @@ class Editing(Transforming):
     def _slots(self, index: Any) -> tuple[np.ndarray, tuple[int, ...]]:
         """int64[n] slots that an index means now, and its shape."""
         self._storage.schema()
-        if isinstance(index, torch.Tensor):
-            index = index.cpu().numpy()
+        stored = np.arange(len(self), dtype=np.int64)
+        if index is None or (isinstance(index, tuple) and not index):
+            raise IndexError(f"{index!r} is no index: an int, slice, list, tensor, mask or key is")
         if isinstance(index, (bool, np.bool_)):
             raise IndexError("a bool is no index; masks have one entry per stored row")
-        slots = np.arange(len(self), dtype=np.int64)[index if not isinstance(index, list) else np.asarray(index, int)]
+        if not (isinstance(index, (int, np.integer, slice)) or index is Ellipsis):  # as ShmStorage.get reads them
+            index = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+            if index.dtype == bool and index.shape != stored.shape:
+                raise IndexError(f"mask of shape {list(index.shape)}: {len(stored):,} rows are stored")
+            if index.dtype != bool and index.size and not np.issubdtype(index.dtype, np.integer):
+                raise IndexError(f"index of dtype {index.dtype}: integers or bool")
+            index = index if index.dtype == bool else index.astype(np.int64)
+        slots = stored[index]
         return np.ascontiguousarray(slots).reshape(-1), np.shape(slots)
 
     def _columns_of(self, key: Key) -> list[Column]:

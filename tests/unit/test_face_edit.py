@@ -143,3 +143,23 @@ def test_update_if_present_leaves_other_rows_alone(make_name):
         rb.shutdown()
         with pytest.raises(RuntimeError, match="cannot accept updates"):
             rb.submit_update_if_present(**handle, patch={})
+
+
+@pytest.mark.parametrize(
+    "index", [[True, False, True, False, False], torch.tensor([0, 2]), [0, 2], np.array([0, 2]), slice(0, 3, 2), (0, 2), [-5, 2]]
+)
+def test_an_index_means_the_same_to_a_write_as_to_a_read(make_rb, index):
+    rb = make_rb()
+    rb.extend(rows(0, 5))
+    read = rb[index]["k"]
+    rb.set_at_("k", torch.full((len(read),), 99), index)
+    assert rb[index]["k"].tolist() == [99, 99] and (rb[:]["k"] == 99).sum() == 2
+
+
+@pytest.mark.parametrize("index", [None, (), [True, False], torch.zeros(0, dtype=torch.bool), [0.5], True])
+def test_what_is_no_index_is_refused_and_changes_nothing(make_rb, index):
+    rb = make_rb()
+    rb.extend(rows(0, 5))
+    with pytest.raises(IndexError):
+        rb.set_at_("k", torch.tensor(99), index)
+    assert rb[:]["k"].tolist() == list(range(5))
