@@ -10,6 +10,7 @@ array([0, 1, 2])
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from shmbuf import failures, streams
 from shmbuf._extension import native
 from shmbuf.edits import Edits
 from shmbuf.epochs import Epochs
-from shmbuf.errors import RingFull
+from shmbuf.errors import RingFull, SchemaError
 from shmbuf.priorities import as_priorities, bad_priority
 from shmbuf.reading import address_of
 from shmbuf.rows import as_arrays, conform, count
@@ -80,6 +81,8 @@ class Buffer(Trajectories, Epochs, Edits):
             self.extras(count(leaves), stream, priorities, found)  # what is refused must not fix the schema
             self._build(found, "the first put", timeout)
             timeout = left_of(timeout, since)
+        if self._whole_steps and self._schema.inner:  # type: ignore[union-attr]
+            self._require_steps(count(as_arrays(rows)))
         if type(rows) is dict and stream is None and priorities is None:
             ticket = self.submit(self._columns, rows, -2, wake, timeout, False)
             if ticket is not None:
@@ -92,6 +95,16 @@ class Buffer(Trajectories, Epochs, Edits):
         )
         assert ticket is not None, "converted rows fit"
         return ticket
+
+    _whole_steps = True
+
+    def _require_steps(self, n: int) -> None:
+        each = math.prod(self._schema.inner)  # type: ignore[union-attr]
+        if n % each:
+            raise SchemaError(
+                f"{n:,} rows are no whole time steps: buffer {self.name!r} has {each:,} cells a step, of shape {list(self._schema.inner)}. "  # type: ignore[union-attr]
+                "Nothing was put"
+            )
 
     def extras(
         self, n: int, stream: Any, priorities: Any, schema: Schema | None = None

@@ -168,6 +168,8 @@ def slots_of(index: Any, inner: Sequence[int]) -> torch.Tensor:
     if not index.ndim or index.shape[-1] != ndim:
         raise IndexError(f"index of shape {list(index.shape)}: [n, {ndim}] is needed, or a tuple of {ndim} tensors")
     slots = index[..., 0].long()
+    if slots.numel() and int(slots.min()) < 0:
+        raise IndexError(f"index {int(slots.min())} of the time dimension: ≥ 0 is needed")
     for size, i in zip(inner, index[..., 1:].unbind(-1), strict=True):
         if i.numel() and (int(i.min()) < 0 or int(i.max()) >= size):
             raise IndexError(
@@ -280,13 +282,28 @@ class Cells:
         """Of such indices, or tuples of ndim tensors."""
         return slots_of(index, self.schema().inner)
 
+    def cells_at(self, index: Any) -> np.ndarray:
+        """int64 slots of the cells that ``rb[index]`` reads, in its shape; or, of an index [n, ndim] as samples have it, [n]."""
+        inner = self.schema().inner
+        if (
+            isinstance(index, torch.Tensor)
+            and index.ndim == 2
+            and index.dtype == torch.int64
+            and index.shape[1] == self.ndim
+        ):
+            return self.slots_of(index).numpy()
+        return self._cells(index, inner, self.ndim - 1).numpy()
+
+    def _cells(self, index: Any, inner: tuple[int, ...], swap: int) -> torch.Tensor:
+        index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+        steps = len(self) // math.prod(inner)
+        return torch.arange(steps * math.prod(inner)).reshape(steps, *inner).transpose(0, swap)[index]
+
     def _get_cells(self, index: Any, swap: int) -> Any:
         schema = self.schema()
         inner, each = schema.inner, math.prod(schema.inner)
         if self._is_key(index):
             column = self._column(schema, (index,) if isinstance(index, str) else index)
             return column.reshape(len(column) // each, *inner, *column.shape[1:]).transpose(0, swap)
-        index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
-        steps = len(self) // each
-        chosen = torch.arange(steps * each).reshape(steps, *inner).transpose(0, swap)[index]
+        chosen = self._cells(index, inner, swap)
         return self._rows(schema, chosen.reshape(-1).numpy()).reshape(chosen.shape)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmbuf.errors import CheckpointError, SchemaError
-from shmbuf.schema import Column, Key, Schema, as_key, dtype_name, nest, show_key
+from shmbuf.schema import PACKED, Column, Key, Schema, as_key, dtype_name, nest, show_key
 
 VERSION = 1
 MAX_JSON = 64 << 20
@@ -55,8 +55,13 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
+def plain_dtype(dtype: str) -> str:
+    """A column's dtype for those who know tensors only: packed values are their bytes."""
+    return "uint8" if dtype == PACKED else dtype
+
+
 def entry(dtype: str, shape: Sequence[int]) -> dict[str, Any]:
-    return {"device": "cpu", "shape": list(shape), "dtype": f"torch.{dtype}", "is_nested": False}
+    return {"device": "cpu", "shape": list(shape), "dtype": f"torch.{plain_dtype(dtype)}", "is_nested": False}
 
 
 def write_tensordict_meta(root: Path, files: Sequence[Key], columns: Sequence[Column], batch: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from shmbuf.checkpoint.layout import Root
 from shmbuf.checkpoint.reading import Checkpoint, Files, Made
 from shmbuf.checkpoint.saving import reader_of, transform_of
 from shmbuf.epochs import CONSUMED, EPOCH
-from shmbuf.errors import CheckpointError
+from shmbuf.errors import CheckpointError, SchemaError
 from shmbuf.schema import Schema
 from shmbuf.settings import FULL
 from shmbuf.ticket import seconds_of
@@ -96,7 +96,14 @@ class _Load:
         found = saved.schema() if made is None else Schema.from_leaves(made, 1)
         mine = buf.schema
         extra = [k for k in _INDEX if k in found.keys and (mine is None or k not in mine.keys)]
-        self.schema = Schema([c for c in found.columns if c.key not in extra]) if extra else found
+        self.schema = (
+            Schema([c for c in found.columns if c.key not in extra], found.form, found.inner) if extra else found
+        )
+        dims = buf.config.get("dims") or {}
+        if mine is None and (wanted := dims.get("ndim", 1)) != len(self.schema.inner) + 1:
+            raise SchemaError(
+                f"checkpoint {saved.path} has rows of {len(self.schema.inner) + 1} dimensions, the buffer's storage has ndim={wanted}"
+            )
         if mine is not None:
             mine.require_same(self.schema, f"checkpoint {saved.path}")
             self.schema = mine
@@ -134,6 +141,7 @@ class _Load:
                     seconds_of(self.timeout),
                 )
                 assert loader.schema is not None
+                loader._whole_steps = False  # its parts follow each other
                 streams = saved.streams if buf.marks.keep else None
                 heads = self._cut(streams, skip)
                 if heads is not None and len(heads):

@@ -67,6 +67,8 @@ class Checkpoint:
             ["prefetch.pkl (a pickle: batches that had been drawn ahead)"] if root.has("prefetch.pkl") else []
         )
         self.state = root.json("shmbuf/state.json") if root.has("shmbuf/state.json") else None
+        self.form: list[Any] | None = None
+        self.inner: tuple[int, ...] = ()
         self.first_id: int | None = None
         self.streams: np.ndarray | None = None
         self.heads: np.ndarray | None = None
@@ -119,13 +121,16 @@ class Checkpoint:
                 )
                 for c in described
             ]
-            Schema([c.column for c in mine])
+            form, inner = (self.state or {}).get("form"), tuple((self.state or {}).get("inner") or ())
+            if not isinstance(form, (list, type(None))) or any(type(d) is not int or not 0 < d < 2**31 for d in inner):
+                raise ValueError(f"form {form!r}, inner {inner!r}")
+            Schema([c.column for c in mine], form, inner)
         except (TypeError, KeyError, ValueError, SchemaError) as e:
             raise self._fault(f"the columns in shmbuf/state.json: {e!r}") from None
         files = {c.file: (c.column.dtype, c.column.shape) for c in self.columns}
-        if {c.file: (c.column.dtype, c.column.shape) for c in mine} != files:
+        if {c.file: (layout.plain_dtype(c.column.dtype), c.column.shape) for c in mine} != files:
             raise self._fault("shmbuf/state.json and storage/meta.json describe different columns")
-        self.columns = mine
+        self.columns, self.form, self.inner = mine, form, inner
 
     def _read_priorities(self, meta: dict[str, Any]) -> None:
         alpha, eps = (self._real(f"sampler: {k}", meta.get(k)) for k in ("_alpha", "_eps"))
@@ -176,7 +181,7 @@ class Checkpoint:
 
     def schema(self, leave_out: Sequence[tuple[str, ...]] = ()) -> Schema:
         try:
-            return Schema([c.column for c in self.columns if c.column.key not in leave_out])
+            return Schema([c.column for c in self.columns if c.column.key not in leave_out], self.form, self.inner)
         except SchemaError as e:
             raise self._fault(str(e)) from None
 

@@ -240,6 +240,8 @@ def state_of(buf: Buffer, copied: Copied, files: Sequence[Key]) -> dict[str, Any
             {"key": list(c.key), "dtype": c.dtype, "shape": list(c.shape), "file": list(f)}
             for c, f in zip(schema.columns, files, strict=True)
         ],
+        "form": schema.form,
+        "inner": list(schema.inner),
         "streams": buf.config.get("streams") or {},
         "has_streams": copied.streams is not None,
         "priorities": None

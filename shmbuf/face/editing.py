@@ -249,6 +249,9 @@ class Editing(Transforming):
         """int64[n] slots that an index means now, and its shape."""
         self._storage.schema()
         stored = np.arange(len(self), dtype=np.int64)
+        if self._storage.ndim > 1:
+            chosen = self._storage.cells_at(index)
+            return np.ascontiguousarray(chosen).reshape(-1), chosen.shape
         if index is None or (isinstance(index, tuple) and not index):
             raise IndexError(f"{index!r} is no index: an int, slice, list, tensor, mask or key is")
         if isinstance(index, (bool, np.bool_)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -146,7 +147,16 @@ def test_update_if_present_leaves_other_rows_alone(make_name):
 
 
 @pytest.mark.parametrize(
-    "index", [[True, False, True, False, False], torch.tensor([0, 2]), [0, 2], np.array([0, 2]), slice(0, 3, 2), (0, 2), [-5, 2]]
+    "index",
+    [
+        [True, False, True, False, False],
+        torch.tensor([0, 2]),
+        [0, 2],
+        np.array([0, 2]),
+        slice(0, 3, 2),
+        (0, 2),
+        [-5, 2],
+    ],
 )
 def test_an_index_means_the_same_to_a_write_as_to_a_read(make_rb, index):
     rb = make_rb()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -126,3 +127,60 @@ def test_forms_have_lanes_too(name):
         assert rb[:].equal(x)
         with pickle.loads(pickle.dumps(rb)) as there:
             assert there.storage.ndim == 2 and there[:].equal(x)
+
+
+# ---- what readers can name, writers can change; and what is saved comes back ------------------------------------------
+
+
+def test_an_edit_names_cells_as_a_sample_does(name):
+    with make(name, 12, batch_shape=(3,)) as rb:
+        rb.extend(batch(3, 4))
+        rb.set_at_("k", torch.tensor([99]), torch.tensor([[2, 1]]))
+        assert rb["k"][1, 2] == 99 and (rb["k"] == 99).sum() == 1
+        whole = rb["k"].clone()
+        rb.set_("k", rb["k"])
+        rb[:] = rb[:]
+        rb.write_all(rb.read_all_in_order())
+        assert rb["k"].equal(whole)
+        with pytest.raises(IndexError, match="-1 of the time dimension"):
+            rb.set_at_("k", torch.tensor([0]), torch.tensor([[-1, 1]]))
+
+
+def test_rows_that_are_no_whole_steps_are_refused(name):
+    with make(name, 12, batch_shape=(3,)) as rb:
+        rb.extend(batch(3, 2))
+        row = {"k": np.zeros(1, np.int64), "lane": np.zeros(1, np.int64), "next": {"done": np.zeros((1, 1), bool)}}
+        with pytest.raises(SchemaError, match="1 rows are no whole time steps: .* 3 cells a step"):
+            rb.buffer.put(row)
+        assert len(rb) == 6 and rb["k"].shape == (3, 2)
+
+
+def test_a_checkpoint_keeps_the_lanes(name, tmp_path):
+    with make(name, 12, batch_shape=(3,)) as rb:
+        rb.extend(batch(3, 4))
+        rb.dumps(tmp_path / "a")
+        with make(f"{name}.b", 12) as other:
+            other.loads(tmp_path / "a")
+            assert other["k"].equal(rb["k"]) and other.storage.shape == (4, 3)
+            other.extend(batch(3, 1, 50))
+            assert other["k"][:, 0].tolist() == [50, 51, 52]
+        with make(f"{name}.c", 12) as fresh:
+            flat = TensorDictReplayBuffer(storage=ShmStorage(12, drain="caller"))
+            with pytest.raises(SchemaError, match="rows of 2 dimensions, the buffer's storage has ndim=1"):
+                flat.loads(tmp_path / "a")
+            flat.extend(batch(1, 5)[0])
+            flat.dumps(tmp_path / "flat")
+            flat.close()
+            with pytest.raises(SchemaError, match="rows of 1 dimensions, the buffer's storage has ndim=2"):
+                fresh.loads(tmp_path / "flat")
+            assert not fresh.initialized
+
+
+def test_a_checkpoint_keeps_forms_and_python_values(tmp_path):
+    rb = ReplayBuffer(storage=ShmStorage(10, drain="caller"), batch_size=2)
+    rb.extend([{"a": torch.ones(2), "s": "hello"}, {"a": torch.zeros(2), "s": "wörld"}])
+    rb.dumps(tmp_path / "a")
+    other = ReplayBuffer(storage=ShmStorage(10, drain="caller"), batch_size=2)
+    other.loads(tmp_path / "a")
+    assert [other[i]["s"] for i in range(2)] == ["hello", "wörld"] and other[1]["a"].tolist() == [0, 0]
+    rb.close(), other.close()
