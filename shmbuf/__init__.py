@@ -68,6 +68,10 @@ _HOME = {
         ("Transform", "Compose", "DTypeCastTransform", "DoubleToFloat", "ExcludeTransform", "SelectTransform"),
         "transforms",
     ),
+    **dict.fromkeys(
+        ("DeviceCastTransform", "RenameTransform", "ObservationNorm", "RewardScaling", "ToTensorImage"),
+        "transforms",
+    ),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
@@ -115,10 +119,15 @@ if TYPE_CHECKING:
     from shmbuf.trajectories import TrajectorySpan
     from shmbuf.transforms import (
         Compose,
+        DeviceCastTransform,
         DoubleToFloat,
         DTypeCastTransform,
         ExcludeTransform,
+        ObservationNorm,
+        RenameTransform,
+        RewardScaling,
         SelectTransform,
+        ToTensorImage,
         Transform,
     )
     from shmbuf.writers import (

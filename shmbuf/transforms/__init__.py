@@ -8,17 +8,32 @@ from shmbuf.transforms.base import (
     Transform,
     as_transform,
 )
-from shmbuf.transforms.simple import DoubleToFloat, DTypeCastTransform, ExcludeTransform, SelectTransform
+from shmbuf.transforms.simple import (
+    DeviceCastTransform,
+    DoubleToFloat,
+    DTypeCastTransform,
+    ExcludeTransform,
+    ObservationNorm,
+    RenameTransform,
+    RewardScaling,
+    SelectTransform,
+    ToTensorImage,
+)
 
 __all__ = [
     "CallableTransform",
     "Compose",
     "DTypeCastTransform",
+    "DeviceCastTransform",
     "DoubleToFloat",
     "ExcludeTransform",
     "ForeignTransform",
     "InvertTransform",
+    "ObservationNorm",
+    "RenameTransform",
+    "RewardScaling",
     "SelectTransform",
+    "ToTensorImage",
     "Transform",
     "as_transform",
 ]
