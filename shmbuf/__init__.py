@@ -72,6 +72,7 @@ _HOME = {
         ("DeviceCastTransform", "RenameTransform", "ObservationNorm", "RewardScaling", "ToTensorImage"),
         "transforms",
     ),
+    **dict.fromkeys(("Reward2GoTransform", "MultiStepTransform", "CatFrames", "BurnInTransform"), "transforms"),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         ("attach", "ReplayBuffer", "TensorDictReplayBuffer", "RemoteTensorDictReplayBuffer"), "replay_buffer"
@@ -118,13 +119,17 @@ if TYPE_CHECKING:
     from shmbuf.ticket import Ticket
     from shmbuf.trajectories import TrajectorySpan
     from shmbuf.transforms import (
+        BurnInTransform,
+        CatFrames,
         Compose,
         DeviceCastTransform,
         DoubleToFloat,
         DTypeCastTransform,
         ExcludeTransform,
+        MultiStepTransform,
         ObservationNorm,
         RenameTransform,
+        Reward2GoTransform,
         RewardScaling,
         SelectTransform,
         ToTensorImage,

@@ -19,9 +19,12 @@ from shmbuf.transforms.simple import (
     SelectTransform,
     ToTensorImage,
 )
+from shmbuf.transforms.time import BurnInTransform, CatFrames, MultiStepTransform, Reward2GoTransform
 
 __all__ = [
+    "BurnInTransform",
     "CallableTransform",
+    "CatFrames",
     "Compose",
     "DTypeCastTransform",
     "DeviceCastTransform",
@@ -29,8 +32,10 @@ __all__ = [
     "ExcludeTransform",
     "ForeignTransform",
     "InvertTransform",
+    "MultiStepTransform",
     "ObservationNorm",
     "RenameTransform",
+    "Reward2GoTransform",
     "RewardScaling",
     "SelectTransform",
     "ToTensorImage",

@@ -25,12 +25,27 @@ CASES = [
     ("ExcludeTransform", ("k",), {"inverse": True}),
     ("SelectTransform", ("k", ("n", "x"), "missing"), {}),
     ("SelectTransform", ("k",), {"keep_rewards": False, "keep_dones": False}),
+    ("DeviceCastTransform", ("cpu",), {}),
+    ("DeviceCastTransform", ("cpu", "cpu"), {"in_keys": ["k"], "out_keys": [("n", "k")], "in_keys_inv": [("n", "x")]}),
+    ("RenameTransform", (["k", ("n", "x")], [("n", "k"), "x"], ["i"], ["k"]), {}),
+    ("RenameTransform", (["k", ("n", "x")], [("n", "k"), "x"], ["i"], ["k"]), {"create_copy": True}),
+    ("ObservationNorm", (1.5, 0.0), {"in_keys": [("n", "x"), "k"], "in_keys_inv": ["f"]}),
+    ("ObservationNorm", (2, 3), {"in_keys": ["k"], "out_keys": ["j"], "standard_normal": True, "in_keys_inv": ["f"]}),
+    ("ObservationNorm", (torch.full((2,), 0.5), torch.zeros(2)), {"in_keys": [("n", "x")], "standard_normal": True}),
+    ("RewardScaling", (1, 2), {}),
+    ("RewardScaling", (0.5, 0.0), {"standard_normal": True}),
+    ("RewardScaling", (1.0, torch.tensor([-1.0, 2.0])), {"in_keys": [("n", "x")], "out_keys": ["z"]}),
+    ("ToTensorImage", (), {"in_keys": ["image", "drawn"]}),
+    ("ToTensorImage", (True, True), {"in_keys": ["drawn"], "out_keys": ["d"], "dtype": torch.float64}),
+    ("ToTensorImage", (False,), {"in_keys": ["image", "drawn"], "shape_tolerant": True}),
 ]
 
 
 def rows() -> TensorDict:
     x = torch.arange(6, dtype=torch.float64).reshape(3, 2)
     more = {"done": torch.zeros(3, 1, dtype=torch.bool), "reward": torch.rand(3, 1), "f": torch.rand(3)}
+    more["image"] = torch.arange(3 * 4 * 5 * 3, dtype=torch.uint8).reshape(3, 4, 5, 3)
+    more["drawn"] = torch.rand(3, 5, 4, 2)
     return TensorDict({"n": {"x": x, "y": x + 1}, "k": torch.arange(3), **more}, [3])
 
 
