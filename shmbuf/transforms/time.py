@@ -101,9 +101,8 @@ def _to_go(reward: torch.Tensor, done: torch.Tensor, gamma: float, t: int) -> to
     a[..., -1] = 0
     step, n = 1, b.shape[-1]
     while step < n:
-        b[..., :-step] += a[..., :-step] * b[..., step:].clone()
+        b[..., :-step] += a[..., :-step] * b[..., step:]
         a[..., :-step] *= a[..., step:].clone()
-        a[..., -step:] = 0
         step *= 2
     return b.movedim(-1, t)
 
@@ -164,7 +163,8 @@ class MultiStepTransform(Transform):
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         one = not td.ndim
-        rows, held = td.unsqueeze(0) if one else td, self._mine()
+        rows: Any = td.unsqueeze(0) if one else td
+        held = self._mine()
         if held is not None:
             a, b = held.batch_size[:-1], rows.batch_size[:-1]
             if a != b or set(held.keys(True, True)) != set(rows.keys(True, True)):
