@@ -173,7 +173,9 @@ class RenameTransform(Transform):
 
     def _renamed(self, td: TensorDictBase, old: list[NestedKey] | None, new: list[NestedKey] | None) -> TensorDictBase:
         pairs = list(zip(old or (), new or (), strict=True))
-        found: list[Any] = [found_in(self, td, source) for source, _ in pairs]  # all of them, before the first is renamed
+        found: list[Any] = [
+            found_in(self, td, source) for source, _ in pairs
+        ]  # all of them, before the first is renamed
         for (source, target), value in zip(pairs, found, strict=True):
             if self.create_copy:
                 td.set(target, value.copy() if is_tensor_collection(value) else value)

@@ -98,7 +98,6 @@ def _to_go(reward: torch.Tensor, done: torch.Tensor, gamma: float, t: int) -> to
     """``b[t] = r[t] + a[t] * b[t + 1]`` in log2(T) steps: after each, b[t] has twice as many rewards in it (Hillis and Steele, 1986)."""
     b = reward.movedim(t, -1).clone() if reward.is_floating_point() else reward.movedim(t, -1) * 1.0
     a = (~done).movedim(t, -1) * torch.tensor(gamma, dtype=b.dtype, device=b.device)
-    a[..., -1] = 0
     step, n = 1, b.shape[-1]
     while step < n:
         b[..., :-step] += a[..., :-step] * b[..., step:]

@@ -103,6 +103,7 @@ def test_rows_lag_and_have_several_steps_however_they_come(chunks, n):
 
 def test_nothing_comes_out_before_more_rows_than_steps():
     t = MultiStepTransform(3, 0.9)
+    assert t.inv(steps(0, 0)) is None and t.flush() is None
     assert t.inv(steps(0, 2)) is None and t.inv(steps(2, 1)) is None
     assert t.inv(steps(3, 1))["k"].tolist() == [0]
     assert t.flush()["k"].tolist() == [1, 2, 3]
@@ -221,13 +222,15 @@ def test_frames_lie_beside_one_another(frames, padding, future):
 def test_each_row_of_a_batch_begins_anew_and_time_can_be_named():
     td = torch.stack([steps(0, 4), steps(10, 4, {11})])
     td.set("x", td["k"][..., None])
-    t = CatFrames(2, -1, ["x"])
+    t = CatFrames(2, -1, ["x"], mask_key="pad")
+    pad = t.forward(td.copy())["pad"]
     out = t.forward(td.copy())["x"]
     assert out[0].tolist() == [[0, 0], [0, 1], [1, 2], [2, 3]]
     assert out[1].tolist() == [[10, 10], [10, 11], [12, 12], [12, 13]]
     turned = td.copy().transpose(0, 1).contiguous()
     turned.names = ["time", None]
-    assert torch.equal(t.forward(turned)["x"].transpose(0, 1), out)
+    joined = t.forward(turned)
+    assert torch.equal(joined["x"].transpose(0, 1), out) and torch.equal(joined["pad"].transpose(0, 1), pad)
 
 
 @pytest.mark.parametrize(("padding", "first"), [("same", 5), ("constant", 0)])
