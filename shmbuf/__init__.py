@@ -69,6 +69,11 @@ _HOME = {
         ("Transform", "Compose", "DTypeCastTransform", "DoubleToFloat", "ExcludeTransform", "SelectTransform"),
         "transforms",
     ),
+    **dict.fromkeys(
+        ("DeviceCastTransform", "RenameTransform", "ObservationNorm", "RewardScaling", "ToTensorImage"),
+        "transforms",
+    ),
+    **dict.fromkeys(("Reward2GoTransform", "MultiStepTransform", "CatFrames", "BurnInTransform"), "transforms"),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
     **dict.fromkeys(
         (
@@ -130,11 +135,20 @@ if TYPE_CHECKING:
     from shmbuf.ticket import Ticket
     from shmbuf.trajectories import TrajectorySpan
     from shmbuf.transforms import (
+        BurnInTransform,
+        CatFrames,
         Compose,
+        DeviceCastTransform,
         DoubleToFloat,
         DTypeCastTransform,
         ExcludeTransform,
+        MultiStepTransform,
+        ObservationNorm,
+        RenameTransform,
+        Reward2GoTransform,
+        RewardScaling,
         SelectTransform,
+        ToTensorImage,
         Transform,
     )
     from shmbuf.writers import (

@@ -8,17 +8,37 @@ from shmbuf.transforms.base import (
     Transform,
     as_transform,
 )
-from shmbuf.transforms.simple import DoubleToFloat, DTypeCastTransform, ExcludeTransform, SelectTransform
+from shmbuf.transforms.simple import (
+    DeviceCastTransform,
+    DoubleToFloat,
+    DTypeCastTransform,
+    ExcludeTransform,
+    ObservationNorm,
+    RenameTransform,
+    RewardScaling,
+    SelectTransform,
+    ToTensorImage,
+)
+from shmbuf.transforms.time import BurnInTransform, CatFrames, MultiStepTransform, Reward2GoTransform
 
 __all__ = [
+    "BurnInTransform",
     "CallableTransform",
+    "CatFrames",
     "Compose",
     "DTypeCastTransform",
+    "DeviceCastTransform",
     "DoubleToFloat",
     "ExcludeTransform",
     "ForeignTransform",
     "InvertTransform",
+    "MultiStepTransform",
+    "ObservationNorm",
+    "RenameTransform",
+    "Reward2GoTransform",
+    "RewardScaling",
     "SelectTransform",
+    "ToTensorImage",
     "Transform",
     "as_transform",
 ]

@@ -54,13 +54,13 @@ class Transform:
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Rows as they are read. ``td`` belongs to the call and may be changed. Raises KeyError: one of ``in_keys`` is missing."""
         for source, target in zip(self.in_keys or (), self.out_keys or (), strict=True):
-            td.set(target, self._apply(_found(self, td, source)))
+            td.set(target, self._apply(found_in(self, td, source)))
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         """Rows as they are stored; None: none of them. Keys may be set in ``td``, its tensors are the caller's."""
         for target, source in zip(self.in_keys_inv or (), self.out_keys_inv or (), strict=True):
-            td.set(target, self._inv_apply(_found(self, td, source)))
+            td.set(target, self._inv_apply(found_in(self, td, source)))
         return td
 
     def _apply(self, value: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _pair(of: str, sources: Keys, targets: Keys) -> tuple[list[NestedKey] | None
     return a, b
 
 
-def _found(transform: Transform, td: TensorDictBase, key: NestedKey) -> torch.Tensor:
+def found_in(transform: Transform, td: TensorDictBase, key: NestedKey) -> torch.Tensor:
     value = td.get(key, None)
     if value is None:
         there = ", ".join(sorted(show_key(as_key(k)) for k in td.keys(True, True)))
