@@ -98,7 +98,7 @@ def dtype_name(dtype: Any) -> str:
     if name not in DTYPES:
         import numpy as np
 
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError, SyntaxError, ValueError):  # numpy reads text as a list of fields
             name = np.dtype(dtype).newbyteorder("=").name
     if name not in DTYPES:
         raise SchemaError(f"dtype {dtype!r} cannot be stored; a column is one of {', '.join(DTYPES)}")

@@ -103,7 +103,20 @@ class Prefetcher:
 
     def _submit(self, within: bool) -> Future[Drawn]:
         draws, finishes = self._threads_now()
-        return finishes.submit(self._finished, draws.submit(self._drawn, within))
+        try:
+            return finishes.submit(self._finished, draws.submit(self._drawn, within))
+        except (
+            RuntimeError
+        ):  # the interpreter is ending, and its pools take no more work: who still samples draws by himself
+            if self._closed:
+                raise
+            future: Future[Drawn] = Future()
+            try:
+                batch, last = self._drawn(within)
+                future.set_result(Drawn(None if batch is None else self._finish(batch), last))
+            except BaseException as e:
+                future.set_exception(e)
+            return future
 
     def _begin(self) -> None:
         self._sampler().ran_out = False  # by the thread that draws: an iteration is a thread's

@@ -402,3 +402,9 @@ def test_damaged_bytes_raise_nothing_but_a_format_error():
 
 def test_as_key():
     assert as_key("a") == ("a",) and as_key(("a", "b")) == ("a", "b") and as_key(["a"]) == ("a",)
+
+
+@pytest.mark.parametrize("text", [",orch.float32", "f4,(", "", "3,", "torch.", "no such"])
+def test_text_that_is_no_dtype_is_a_schema_error(text):
+    with pytest.raises(SchemaError, match="cannot be stored"):
+        Schema.from_spec({"a": text})
