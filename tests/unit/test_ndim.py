@@ -150,7 +150,7 @@ def test_rows_that_are_no_whole_steps_are_refused(name):
     with make(name, 12, batch_shape=(3,)) as rb:
         rb.extend(batch(3, 2))
         row = {"k": np.zeros(1, np.int64), "lane": np.zeros(1, np.int64), "next": {"done": np.zeros((1, 1), bool)}}
-        with pytest.raises(SchemaError, match="1 rows are no whole time steps: .* 3 cells a step"):
+        with pytest.raises(SchemaError, match=r"1 rows are no whole time steps: .* 3 cells a step"):
             rb.buffer.put(row)
         assert len(rb) == 6 and rb["k"].shape == (3, 2)
 
