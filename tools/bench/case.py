@@ -20,6 +20,7 @@ KINDS = {
     "face": "tools.bench.face",
     "cliffs": "tools.bench.cliffs",
     "query": "tools.bench.query",
+    "checkpoints": "tools.bench.checkpoints",
     "kills": "tools.bench.kills",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",

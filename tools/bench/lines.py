@@ -235,6 +235,41 @@ def _face(results: Results, settings: Settings) -> Iterator[Line]:
         line.more_is_better = False
         line.goal = Goal(f"≤ {most} x TorchRL", line.ratio, "x TorchRL", most=most)
         yield line
+    for query, what in (
+        ("length", "length > 1000"),
+        ("none", "reward.sum() > x, none match"),
+        ("half", "the same, half match"),
+        ("all", "all"),
+    ):
+        place = f"query/1000000/{query}"
+        line = Line(
+            f"query of 1,000 trajectories, 1 M rows: {what}",
+            "s",
+            results.get(f"{place}/{OURS}"),
+            results.peers(place, ("torchrl",)),
+        )
+        line.more_is_better, line.errors = False, "query/1000000"
+        line.goal = Goal("≤ 0.2 x TorchRL", line.ratio, "x TorchRL", most=0.2) if query == "none" else None
+        yield line
+    for call in ("dumps", "loads"):
+        place = f"checkpoints/{call}"
+        line = Line(
+            f"{call} with priorities, 1 M rows", "s", results.get(f"{place}/{OURS}"), results.peers(place, ("torchrl",))
+        )
+        line.more_is_better, line.errors = False, "checkpoints"
+        line.goal = Goal("≤ 0.2 x TorchRL", line.ratio, "x TorchRL", most=0.2)
+        yield line
+    plain, ours = results.get("checkpoints/plain"), results.get(f"checkpoints/dumps/{OURS}")
+    goal = Goal("≥ 0.7 x the disk's speed", over(plain, ours), "x a plain write", least=0.7)
+    yield Line(
+        "dumps, against writing as many bytes",
+        "s",
+        ours,
+        {"write + fsync": plain} if plain else {},
+        goal,
+        more_is_better=False,
+        errors="checkpoints",
+    )
 
 
 def _cliffs(results: Results, settings: Settings) -> Iterator[Line]:

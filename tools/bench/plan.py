@@ -42,7 +42,14 @@ FACE_CALLS = ("extend", "set_at")
 FACES = (peers.OURS, "torchrl")
 CLIFFS = ("keys", "readers", "pauses")
 READERS = (1, 2, 4, 8)
-CONTENDERS = {"sample": SAMPLERS, "prio": PRIORITISED, "slices": SLICED, "face": FACES}
+CONTENDERS = {
+    "sample": SAMPLERS,
+    "prio": PRIORITISED,
+    "slices": SLICED,
+    "face": FACES,
+    "query": FACES,
+    "checkpoints": FACES,
+}
 BESIDE = (("mujoco", 1), ("mujoco", 64), ("atari", 64))
 
 
@@ -75,7 +82,7 @@ def cases(only: list[str]) -> list[Case]:
         every += [Case(f"beside/{row}/{batch}/{n}", "beside", row, n, batch) for n in SHARED]
     every += [Case(f"{kind}/mujoco", kind, "mujoco") for kind in ("prio", "learners", "updaters")]
     every += [Case(f"slices/{size}", "slices", str(size)) for size in SIZES]
-    every += [Case("face", "face")]
+    every += [Case("face", "face"), Case("query/1000000", "query", "1000000"), Case("checkpoints", "checkpoints")]
     every += [Case(f"cliffs/{c}", "cliffs", c) for c in CLIFFS]
     every += [Case(f"kills/atari/{n}", "kills", "atari", n) for n in KILLED]
     every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
