@@ -54,7 +54,8 @@ def test_rare_starts_are_found_exactly(make):
     with pytest.raises(RuntimeError, match="priorities of all 2 rows where one may begin are 0"):
         rb.sample(3)
     with pytest.raises(NotEnoughRows, match="longest has 3 rows, slices of 4"):
-        rb.set_sampler(PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=4)) or rb.sample(4)
+        rb.set_sampler(PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=4))
+        rb.sample(4)
 
 
 def calls(monkeypatch, buffer) -> Counter:

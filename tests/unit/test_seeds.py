@@ -48,7 +48,7 @@ def draws(rb) -> list[list[int]]:
 @pytest.fixture(params=MAKERS)
 def rb(request, make_name):
     storage = shmbuf.ShmStorage(100, name=make_name(), drain="caller")
-    with shmbuf.TensorDictReplayBuffer(storage=storage, sampler=MAKERS[request.param]()) as rb:
+    with shmbuf.TensorDictReplayBuffer(storage=storage, sampler=MAKERS[request.param](), batch_size=BATCH) as rb:
         fill(rb)
         yield rb
         rb.destroy()

@@ -160,7 +160,8 @@ def test_waits_for_a_trajectory_that_is_long_enough(make):
     threading.Timer(0.2, lambda: rb.extend(episodes(4, first=50))).start()
     assert rb.sample(4, timeout=20)["t"].tolist() == [50, 51, 52, 53]
     with pytest.raises(NotEnoughRows, match=r"longest has 4 rows, slices of 9 were asked for \(after 0.01 s\)"):
-        rb.sample(9, timeout=0.01) if not rb.set_sampler(SliceSampler(slice_len=9)) else None
+        rb.set_sampler(SliceSampler(slice_len=9))
+        rb.sample(9, timeout=0.01)
 
 
 def test_same_seed_same_slices(make):
@@ -268,7 +269,8 @@ def test_in_order_and_short_ones_left_out(make):
     rb.set_sampler(SliceSamplerWithoutReplacement(slice_len=4, shuffle=False, strict_length=False))
     assert trajectories_of(rb.sample(80)) == list(range(6))
     with pytest.raises(NotEnoughRows, match="longest has 9 rows, slices of 10"):
-        rb.set_sampler(SliceSamplerWithoutReplacement(slice_len=10)) or rb.sample(10)
+        rb.set_sampler(SliceSamplerWithoutReplacement(slice_len=10))
+        rb.sample(10)
 
 
 def test_drop_last(make):
