@@ -156,7 +156,17 @@ def test_the_fuzzer_fits_the_headers():
     if not shutil.which("clang++-14"):
         pytest.skip("clang++-14 is not installed")
     done = subprocess.run(
-        ["clang++-14", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-I", "shmbuf/native", "tests/fuzz/attach.cpp"]
+        [
+            "clang++-14",
+            "-std=c++20",
+            "-fsyntax-only",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-I",
+            "shmbuf/native",
+            "tests/fuzz/attach.cpp",
+        ]
         + (["-mcx16"] if platform.machine() == "x86_64" else []),
         cwd=HERE.parent.parent,
         capture_output=True,
