@@ -52,7 +52,7 @@ class Attachment:
             handle.close()
             raise segment.damaged(self.name, f"its configuration cannot be read: {e}", self._owner) from None
         handle.seed(secrets.randbits(64))
-        failures.attached[id(handle)] = self
+        failures.attached[id(handle)] = weakref.ref(self)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _finalize, handle, self.name, None, 0)
 
@@ -300,6 +300,7 @@ class Attachment:
             raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
         instance = self._header["instance_id"]
         self._finalizer.detach()
+        failures.attached.pop(id(self._handle), None)
         try:
             handle = segment.attach(self.name, owner=self._owner, readonly=self._readonly)
         except BufferNotFound as e:
@@ -380,6 +381,7 @@ def _unpickle(cls: type[Self], name: str, owner: int | None, readonly: bool, ins
 
 def _finalize(handle: Any, name: str, instance_id: int | None, owner_pid: int) -> None:
     """instance_id is given by the creator of an unnamed buffer, which ends with it (but not with its forked children)."""
+    failures.attached.pop(id(handle), None)
     handle.close()
     if instance_id is not None and os.getpid() == owner_pid:
         with contextlib.suppress(ShmbufError, OSError):  # gone already

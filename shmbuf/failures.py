@@ -95,14 +95,16 @@ def pins_text(buffer: Attachment) -> str | None:
     return f"pid {first['pid']} ({first['command']}) has pinned the rows from id {first['first_id']:,} on, {left}"
 
 
-attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()  # by the id of the native handle
+# By the id of the native handle, until its end; no WeakValueDictionary: Ctrl-C in its callback would be swallowed.
+attached: dict[int, weakref.ref[Attachment]] = {}
 log = logging.getLogger("shmbuf")
 LONG_WAIT = 30.0  # seconds; then twice as long, and so on
 
 
 def _long_wait(handle: Any, seconds: float) -> None:
     """Called by waits that last."""
-    buffer = attached.get(id(handle))
+    known = attached.get(id(handle))
+    buffer = known() if known else None
     if buffer is not None:
         log.warning("%s", long_wait_text(buffer, seconds))
 

@@ -50,9 +50,13 @@ def plot_command(args: argparse.Namespace) -> int:
 def observe(name: str, owner: int, length: float) -> tuple[list[tuple[float, Info]], StorageLost | None]:
     """Look again and again for ``length`` seconds; Ctrl-C and the buffer's end (which is returned) end it early."""
     seen: list[tuple[float, Info]] = []
-    over, step = time.monotonic() + length, max(SHORTEST, length / POINTS)
+    over: float | None = None
+    step = max(SHORTEST, length / POINTS)
 
     def pause() -> bool:
+        nonlocal over
+        if over is None:  # from the first look on, so that the last comes no earlier than length after it
+            over = time.monotonic() + length
         left = over - time.monotonic()
         time.sleep(max(0.0, min(step, left)))
         return left > 0

@@ -100,8 +100,10 @@ def row_of(out: str, name: str) -> str:
 
 def killed_owner(name: str | None, code: str = "", **environment: str) -> str:
     """A process creates a buffer (None: without a name), runs the code on ``b`` and is killed; the buffer's name."""
+    # The prefix: another test that creates an unnamed buffer would sweep ours away.
     script = (
-        "import os, signal, sys; from shmbuf import Buffer; from tests.unit.helpers_cli import SCHEMA, rows\n"
+        "import os, signal, sys; from shmbuf import Buffer, segment; from tests.unit.helpers_cli import SCHEMA, rows\n"
+        "segment.UNNAMED = 'kept-unnamed.'\n"
         f"b = Buffer.create({name!r}, 100, drain='caller'); print(b.name, flush=True)\n{code}\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

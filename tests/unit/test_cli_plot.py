@@ -48,9 +48,7 @@ def test_it_writes_a_png_and_says_so(name, shminfo, shminfo_json, tmp_path):
         assert (status, err) == (0, "") and out.startswith(f"wrote {file} (") and is_png(file)
         file.unlink()
         result = shminfo_json("plot", name, "-o", str(file), "--seconds", "0.3", "--json")
-        assert (
-            result["file"] == str(file) and result["looks"] >= 3 and round(result["seconds"], 1) >= 0.3 and is_png(file)
-        )
+        assert result["file"] == str(file) and result["looks"] >= 3 and result["seconds"] >= 0.3 and is_png(file)
         assert result["lost"] is None
 
 

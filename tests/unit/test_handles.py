@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import threading
@@ -18,6 +19,7 @@ from shmbuf import (
     StorageLost,
     TooManyCollectors,
     destroy,
+    failures,
     segment,
 )
 from tests.unit.helpers import FITS, SPEC, fill, numbers, rows, same, stored, stuck_drainer, unmoved
@@ -270,3 +272,16 @@ def test_destroy_wakes_those_who_wait(make, wait):
         segment.destroy(buf.name, force=True)
         thread.join(60)
     assert not thread.is_alive() and failed and "destroyed" in str(failed[0])
+
+
+def test_nothing_is_remembered_of_a_handle_that_ended(name):
+    before = dict(failures.attached)
+    with Buffer.create(name, 10, schema={"k": "int64"}) as buf:
+        assert len(failures.attached) == len(before) + 1
+        for _ in range(3):
+            Buffer.attach(name).close()
+        Buffer.attach(name)  # dropped unclosed
+        gc.collect()
+        buf.close()
+    destroy(name)
+    assert failures.attached == before
