@@ -1,0 +1,168 @@
+"""Ended episodes into the shared buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+
+from shmbuf import segment
+from shmbuf.buffer import Buffer
+from shmbuf.errors import RingFull, SchemaError, StorageLost
+from shmbuf.rlightning.steps import Episodes
+from shmbuf.schema import Column, Schema, nest, show_key
+from shmbuf.ticket import Ticket, left_of, seconds_of
+
+OWN = "episode"  # the storage's own numbers of each row
+EPISODE_ID, EPISODE_ROWS = (OWN, "id"), (OWN, "rows")
+_OWN_COLUMNS = [Column(EPISODE_ID, "int64", ()), Column(EPISODE_ROWS, "int32", ())]
+_CHUNK_BYTES = 1 << 20  # of rows that are gathered and put at once: they stay in the cache, and fit the ring
+
+
+class Pusher:
+    """Puts episodes, whole: rows of one lie next to each other, if it is not longer than half the ring."""
+
+    def __init__(self, buffer: Buffer, fixed: bool, keep_cut: bool):
+        """fixed: nothing is overwritten. keep_cut: an episode longer than the capacity is stored as its last rows."""
+        self._buffer, self._fixed, self._keep_cut = buffer, fixed, keep_cut
+        self._numbers = (0, 0)  # (pid, the next episode's id)
+        self._columns: list[Column] | None = None  # that were found to fit
+
+    def push(self, episodes: list[Episodes], timeout: float | None) -> None:
+        """Put them all, one after another, and wait until they are stored. timeout: seconds; None: the buffer's.
+
+        Raises:
+            RuntimeError: they do not fit, and nothing may be overwritten. SchemaError, RingFull, StorageLost … In these cases nothing
+            was stored. CommitPending: all of them will be.
+        """
+        episodes = [e for e in episodes if int(e.lengths.sum())]
+        if not episodes:
+            return
+        since, timeout = time.monotonic(), self._buffer.config["timeout"] if timeout is None else timeout
+        for e in episodes:
+            self._fit(e.columns, left_of(timeout, since))
+        if not self._fixed:
+            return self._put_all(episodes, since, timeout)
+        with _alone(self._buffer, left_of(timeout, since)):
+            rows = sum(int(e.lengths.sum()) for e in episodes)
+            size, capacity = len(self._buffer), self._buffer.capacity
+            if size + rows > capacity:
+                raise RuntimeError(
+                    f"Cannot push {rows} items to storage of capacity {capacity}. Current size is {size}. clear() makes room; "
+                    'mode="circular" overwrites the oldest'
+                )
+            self._put_all(episodes, since, timeout)
+
+    def _fit(self, columns: list[Column], timeout: float | None) -> None:
+        if columns == self._columns:
+            return
+        own = next((c for c in columns if c.key[0] == OWN), None)
+        if own is not None:
+            raise SchemaError(
+                f"key {show_key(own.key)}: {OWN!r} is where the storage keeps its own numbers; name it otherwise. Nothing was stored"
+            )
+        schema = self._buffer.schema
+        if schema is None:
+            self._buffer._build(Schema([*columns, *_OWN_COLUMNS]), "the first episode", timeout)
+        else:
+            got = {c.key: (c.dtype, c.shape) for c in (*columns, *_OWN_COLUMNS)}
+            if lines := schema.differences(got):
+                raise SchemaError("rows do not fit the storage's schema; nothing was stored:\n  " + "\n  ".join(lines))
+        self._columns = columns
+
+    def _put_all(self, episodes: list[Episodes], since: float, timeout: float | None) -> None:
+        ticket: Ticket | None = None
+        for e in episodes:
+            for leaves, ids, rows in self._chunks(e):
+                tree = nest([*(c.key for c in e.columns), EPISODE_ID, EPISODE_ROWS], [*leaves, ids, rows])
+                ticket = self._buffer.put(tree, timeout=left_of(timeout, since))
+        if ticket is not None:
+            ticket.wait(left_of(timeout, since))
+
+    def _chunks(self, e: Episodes) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
+        """Leaves and the storage's own numbers, of some episodes at a time; none that would be overwritten by the others."""
+        capacity, ends = self._buffer.capacity, np.cumsum(e.lengths)
+        surplus = int(ends[-1]) - capacity
+        first, cut = 0, 0
+        if surplus > 0:
+            warnings.warn(
+                f"{int(ends[-1]):,} rows at once are more than the storage's capacity of {capacity:,}: the last ones are kept",
+                stacklevel=2,
+            )
+            first = int(np.searchsorted(ends, surplus, side="right"))
+            cut = surplus - int(ends[first] - e.lengths[first])
+            if (
+                cut and self._keep_cut and first < len(ends) - 1
+            ):  # an episode is whole, unless it is longer than all there is
+                first, cut = first + 1, 0
+        ids = self._take_ids(len(ends))
+        row_bytes = self._buffer.schema.row_bytes  # type: ignore[union-attr]
+        most = max(1, _CHUNK_BYTES // row_bytes)
+        while first < len(ends):
+            start = int(ends[first] - e.lengths[first])
+            last = max(first + 1, int(np.searchsorted(ends, start + most, side="right")))
+            n = e.lengths[first:last]
+            leaves = e.take(first, last)
+            if cut:
+                leaves, n = [a[cut:] for a in leaves], np.concatenate([n[:1] - cut, n[1:]])
+                cut = 0
+            yield leaves, np.repeat(ids[first:last], n), np.repeat(n, n).astype(np.int32)
+            first = last
+
+    def _take_ids(self, n: int) -> np.ndarray:
+        """Numbers that no other process gives, nor this one again."""
+        pid, following = self._numbers
+        if pid != os.getpid():  # also a fork's child
+            following = secrets.randbits(31) << 32
+        self._numbers = (os.getpid(), following + n)
+        return np.arange(following, following + n)
+
+
+@contextlib.contextmanager
+def _alone(buffer: Buffer, timeout: float | None) -> Iterator[None]:
+    """Nobody else pushes to a storage in which nothing is overwritten: what fits is looked up and put in one go.
+
+    The kernel drops the lock with its holder. It is on the file that has the name now: the first rows give it another one.
+    """
+    since, seconds, path = time.monotonic(), seconds_of(timeout), segment.path_of(buffer.name)
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise StorageLost(f"buffer {buffer.name!r} was destroyed. Nothing was stored") from None
+        try:
+            while not _locked(fd):
+                if seconds >= 0 and time.monotonic() - since >= seconds:
+                    raise RingFull(
+                        f"another process has been pushing to storage {buffer.name!r} for {seconds:g} s. Nothing was stored"
+                    )
+                time.sleep(1e-3)
+            try:
+                if _is(fd, path):
+                    yield
+                    return
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it, too
+        finally:
+            os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(fd: int, path: str) -> bool:
+    try:
+        return os.stat(path).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
