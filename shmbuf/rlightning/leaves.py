@@ -12,7 +12,7 @@ from tensordict import is_tensor_collection
 from shmbuf.errors import SchemaError
 from shmbuf.rlightning.types import BFloat16
 from shmbuf.rows import as_array
-from shmbuf.schema import Column, Key, dtype_name, show_key
+from shmbuf.schema import Column, Key, as_key, dtype_name, show_key
 from shmbuf.tensors import as_numpy, plain
 
 
@@ -49,9 +49,7 @@ def as_leaf(key: Key, value: Any) -> Leaf:
 def leaves_of(data: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Nested mappings and TensorDicts, flat."""
     for name in list(data.keys()):
-        value, key = data[name] if isinstance(data, Mapping) else data.get(name), (*prefix, name)
-        if not isinstance(name, str):
-            raise SchemaError(f"key {show_key(prefix) if prefix else 'of a step'}: {name!r} is no str")
+        value, key = data[name] if isinstance(data, Mapping) else data.get(name), (*prefix, *as_key(name))
         if isinstance(value, Mapping) or (is_tensor_collection(value) and not isinstance(value, torch.Tensor)):
             yield from leaves_of(value, key)
         else:

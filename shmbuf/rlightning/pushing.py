@@ -33,13 +33,15 @@ class Pusher:
         self._buffer, self._fixed, self._keep_cut = buffer, fixed, keep_cut
         self._numbers = (0, 0)  # (pid, the next episode's id)
         self._columns: list[Column] | None = None  # that were found to fit
+        self._pending: Ticket | None = None  # of what was pushed last
 
-    def push(self, episodes: list[Episodes], timeout: float | None) -> None:
-        """Put them all, one after another, and wait until they are stored. timeout: seconds; None: the buffer's.
+    def push(self, episodes: list[Episodes], timeout: float | None = None, *, wait: bool = True) -> None:
+        """Put them all, one after another. timeout: seconds; None: the buffer's. wait: until every process sees them; otherwise
+        they are in the ring when it returns, and `settle` waits.
 
         Raises:
             RuntimeError: they do not fit, and nothing may be overwritten. SchemaError, RingFull, StorageLost … In these cases nothing
-            was stored. CommitPending: all of them will be.
+            was stored. CommitPending: they will be.
         """
         episodes = [e for e in episodes if int(e.lengths.sum())]
         if not episodes:
@@ -48,7 +50,10 @@ class Pusher:
         for e in episodes:
             self._fit(e.columns, left_of(timeout, since))
         if not self._fixed:
-            return self._put_all(episodes, since, timeout)
+            self._put_all(episodes, since, timeout)
+            if wait:
+                self.settle(left_of(timeout, since))
+            return
         with _alone(self._buffer, left_of(timeout, since)):
             rows = sum(int(e.lengths.sum()) for e in episodes)
             size, capacity = len(self._buffer), self._buffer.capacity
@@ -58,6 +63,15 @@ class Pusher:
                     'mode="circular" overwrites the oldest'
                 )
             self._put_all(episodes, since, timeout)
+            self.settle(left_of(timeout, since))
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Until what this process pushed is stored. timeout: seconds; None: the buffer's."""
+        ticket = self._pending
+        if ticket is not None:
+            if self._numbers[0] == os.getpid():  # not what the parent of a fork pushed
+                ticket.wait(self._buffer.config["timeout"] if timeout is None else timeout)
+            self._pending = None
 
     def _fit(self, columns: list[Column], timeout: float | None) -> None:
         if columns == self._columns:
@@ -77,13 +91,10 @@ class Pusher:
         self._columns = columns
 
     def _put_all(self, episodes: list[Episodes], since: float, timeout: float | None) -> None:
-        ticket: Ticket | None = None
         for e in episodes:
+            keys = [*(c.key for c in e.columns), EPISODE_ID, EPISODE_ROWS]
             for leaves, ids, rows in self._chunks(e):
-                tree = nest([*(c.key for c in e.columns), EPISODE_ID, EPISODE_ROWS], [*leaves, ids, rows])
-                ticket = self._buffer.put(tree, timeout=left_of(timeout, since))
-        if ticket is not None:
-            ticket.wait(left_of(timeout, since))
+                self._pending = self._buffer.put(nest(keys, [*leaves, ids, rows]), timeout=left_of(timeout, since))
 
     def _chunks(self, e: Episodes) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
         """Leaves and the storage's own numbers, of some episodes at a time; none that would be overwritten by the others."""

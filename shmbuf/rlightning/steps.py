@@ -33,9 +33,12 @@ class Episodes(NamedTuple):
     take: Callable[[int, int], list[np.ndarray]]
 
 
-def of_rows(rows: Any, count: int = 1) -> Episodes:
-    """Of a mapping of arrays [rows, ...]: ``count`` episodes of equal length. SchemaError: no common number of rows."""
-    leaves = {key: as_leaf(key, value) for key, value in leaves_of(rows)}
+def of_rows(rows: Any) -> Episodes:
+    """Of a mapping of arrays [rows, ...]: one episode. SchemaError: no common number of rows."""
+    return _of_leaves({key: as_leaf(key, value) for key, value in leaves_of(rows)}, 1)
+
+
+def _of_leaves(leaves: dict[Key, Leaf], count: int) -> Episodes:
     if not leaves:
         raise SchemaError("an episode without keys: nothing was stored")
     sizes = {key: leaf.array.shape[0] if leaf.array.ndim else None for key, leaf in leaves.items()}
@@ -45,8 +48,6 @@ def of_rows(rows: Any, count: int = 1) -> Episodes:
         raise SchemaError(
             f"an episode's keys have different numbers of rows (first dimension): {each}. Nothing was stored"
         )
-    if count < 1 or n % count:
-        raise SchemaError(f"{n:,} rows are no {count:,} episodes of equal length. Nothing was stored")
     arrays, each = [leaf.array for leaf in leaves.values()], n // count
 
     def take(first: int, last: int) -> list[np.ndarray]:
@@ -57,7 +58,7 @@ def of_rows(rows: Any, count: int = 1) -> Episodes:
 
 def env_major(rows: Any, num_envs: int) -> Episodes:
     """Of arrays [rows, num_envs, ...]: one episode an environment, the first environment's rows first."""
-    flat: dict[Key, Any] = {}
+    flat: dict[Key, Leaf] = {}
     for key, value in leaves_of(rows):
         leaf = as_leaf(key, value)
         if leaf.array.ndim < 2 or leaf.array.shape[1] != num_envs:
@@ -65,8 +66,8 @@ def env_major(rows: Any, num_envs: int) -> Episodes:
                 f"key {show_key(key)}: shape {list(leaf.array.shape)}, expected [rows, {num_envs}, ...]. Nothing was stored"
             )
         a = leaf.array
-        flat[key] = as_tensors(np.ascontiguousarray(a.swapaxes(0, 1)).reshape(-1, *a.shape[2:]), leaf.dtype)
-    return of_rows({key if len(key) > 1 else key[0]: v for key, v in flat.items()}, num_envs)
+        flat[key] = Leaf(np.ascontiguousarray(a.swapaxes(0, 1)).reshape(-1, *a.shape[2:]), leaf.dtype)
+    return _of_leaves(flat, num_envs)
 
 
 def kept(value: Any) -> Any:
@@ -313,7 +314,7 @@ class VectorSteps:
         lengths, sources = s.steps - 1, {}
         for i, c in enumerate(self._columns):
             for name, step in places(c.key[0]):
-                sources[name, *c.key[1:]] = (i, step, c)
+                sources[(name, *c.key[1:])] = (i, step, c)
         columns = [Column(key, c.dtype, c.shape) for key, (_, _, c) in sources.items()]
         flat = [r.reshape(-1, *r.shape[2:]) for r in self._rings]
         size = self._room * self.num_envs

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from shmbuf.attaching import attach
 from shmbuf.buffer import Buffer
-from shmbuf.errors import BufferExists, SchemaError
+from shmbuf.errors import BufferExists
 from shmbuf.replay_buffer import TensorDictReplayBuffer
 from shmbuf.rlightning.chain import (
     default_env_ret_preprocess_fn,
@@ -71,8 +71,9 @@ class Storage:
     """Episodes of many environments, collected step by step and stored when they are complete, in memory that processes share.
 
     Steps wait in the process that adds them; an episode's T + 1 steps become T rows, all visible at once, when it is truncated: by
-    `truncate_one_episode`, or at a step with ``last_terminated`` or ``last_truncated`` if auto_truncate_episode. So of a process that
-    is killed, nobody sees the episodes it was in the middle of, and what it had truncated stays.
+    `truncate_one_episode`, or at a step with ``last_terminated`` or ``last_truncated`` if auto_truncate_episode (then other processes
+    see them a moment later). So of a process that is killed, nobody sees the episodes it was in the middle of, and what it had
+    truncated stays.
 
     Args:
         capacity: in rows, for both units.
@@ -196,7 +197,7 @@ class Storage:
         self.device = torch.device("cpu")
         self.auto_truncate_episode = said["auto"]
         self._pusher = Pusher(rb.buffer, self.mode == "standard", self.unit == "episode")
-        self._reader = Reader(rb.buffer, self.unit == "episode")
+        self._reads = Reader(rb.buffer, self.unit == "episode")
         self._running: dict[str, SingleSteps | VectorSteps] = {}
         self._sizes: dict[str, int] = {}
         self._waiting: dict[str, dict[str, Any]] = {}  # what the policy has not answered yet
@@ -311,9 +312,9 @@ class Storage:
         self._running[env_id] = steps
         if isinstance(steps, SingleSteps):
             if done:
-                self._end(steps, None)
+                self._end(steps, None, wait=False)
         elif done.any():  # type: ignore[union-attr]
-            self._end(steps, np.flatnonzero(done))
+            self._end(steps, np.flatnonzero(done), wait=False)
 
     # ---- the end of episodes ----------------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class Storage:
             (mode "standard"): its steps are kept.
         """
         began = time.perf_counter()
-        self._end(*self._found(item))
+        self._end(*self._found(item), wait=True)
         self._time("truncate_one_episode", time.perf_counter() - began)
 
     def truncate_episodes(self, env_ids: Iterable[Any]) -> None:
@@ -359,20 +360,20 @@ class Storage:
             f"{env_id}: no step of this environment was added; added were {', '.join(self._running) or 'none'}"
         )
 
-    def _end(self, steps: SingleSteps | VectorSteps, envs: np.ndarray | None) -> None:
+    def _end(self, steps: SingleSteps | VectorSteps, envs: np.ndarray | None, *, wait: bool) -> None:
         """Forgets the steps when they are rows, or cannot be any."""
         if isinstance(steps, SingleSteps):
-            short = len(steps) == 1
+            short = int(len(steps) == 1)
             episodes = steps.episodes()
-            self._pusher.push([episodes] if episodes is not None else [], None)
+            self._pusher.push([episodes] if episodes is not None else [], wait=wait)
             steps.forget()
         else:
             assert envs is not None
             found = steps.segments(envs)
             short = int((found.steps == 1).sum())
-            self._pusher.push(steps.episodes(found), None)
+            self._pusher.push(steps.episodes(found), wait=wait)
             steps.forget(envs)
-        self.counters["episodes_too_short"] += int(short)
+        self.counters["episodes_too_short"] += short
 
     def add_episode(self, episode: Any, num_envs: int = 1) -> None:
         """Store rows as they are, past the chain of functions: a dict or TensorDict of arrays or tensors [T, ...]; [T, num_envs, ...] are
@@ -381,9 +382,9 @@ class Storage:
         Raises SchemaError: keys of different lengths, or not those stored; RuntimeError: they do not fit. Nothing was stored then.
         """
         if isinstance(episode, (list, tuple)):
-            self._pusher.push([self._rows_of(e, num_envs) for e in episode], None)
+            self._pusher.push([self._rows_of(e, num_envs) for e in episode])
         else:
-            self._pusher.push([self._rows_of(episode, num_envs)], None)
+            self._pusher.push([self._rows_of(episode, num_envs)])
 
     @staticmethod
     def _rows_of(episode: Any, num_envs: int) -> Episodes:
@@ -395,8 +396,12 @@ class Storage:
 
     # ---- what is stored -----------------------------------------------------------------------------------------------
 
+    def _reader(self) -> Reader:
+        self._pusher.settle()
+        return self._reads
+
     def __len__(self) -> int:
-        return len(self._reader)
+        return len(self._reader())
 
     @property
     def size(self) -> int:
@@ -409,7 +414,7 @@ class Storage:
     def get_data(self) -> TensorDict | list[TensorDict]:
         """All that is stored, oldest first, as copies: a TensorDict [rows]; of episodes one [episodes, rows], or a list of TensorDicts
         [rows] where they have different lengths. Of an empty storage: without rows."""
-        return self._reader.all()
+        return self._reader().all()
 
     def __getitem__(self, index: Any) -> Any:
         """By age, 0 is the oldest; negative ones count from the newest. Nested dicts of tensors, copies; of several episodes of
@@ -418,15 +423,16 @@ class Storage:
         index: an integer, a slice, or a list, array or tensor of integers. IndexError: out of range. Of what is no number: IndexError
         for rows, TypeError for episodes.
         """
-        return self._reader.get(index)
+        return self._reader().get(index)
 
     @property
     def data_use_counter(self) -> np.ndarray:
         """int32[capacity], by slot: how often this handle read the row there (`get_data`, indices); −1: there is none."""
-        return self._reader.reads()
+        return self._reader().reads()
 
     def clear(self, *, partial: bool = False) -> None:
         """Forget what is stored, for every process. partial: also the steps of this process's episodes that are running."""
+        self._pusher.settle()
         self._rb.empty()
         if partial:
             self._running.clear()
@@ -438,11 +444,13 @@ class Storage:
     @property
     def buffer(self) -> Buffer:
         """The numpy-level handle under it."""
+        self._pusher.settle()
         return self._rb.buffer
 
     @property
     def replay_buffer(self) -> TensorDictReplayBuffer:
         """The same rows to sample; another process gets one by `shmbuf.attach`."""
+        self._pusher.settle()
         return self._rb
 
     @property

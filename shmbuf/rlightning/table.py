@@ -23,7 +23,7 @@ class EpisodeTable:
         node_affinity_env, node_affinity_train: whether environments and train workers stay on their node.
 
     An environment is number k if its id ends in ``-k``, else its place in ``env_ids``. One that is registered later also goes to its
-    node's storage (rlightning gives it to any), unless its id has no number, or one that the distribution does not have.
+    node's storage (rlightning gives it to any); to the least loaded one if its id has no number, or its node no storage.
 
     Raises:
         ValueError: num_storages or num_train_workers below 1. AssertionError: workers do not divide evenly; affinity without a
@@ -82,8 +82,8 @@ class EpisodeTable:
     def get_storage_idx_for_env(self, env_id: str) -> int:
         """Its storage; it is given one if it has none."""
         if env_id not in self._storage_of:
-            number = self._number(env_id)
-            self._assign(env_id, self._near_storage(number, env_id) if number in self._near else None)
+            storage = self._home.get(self._near.get(self._number(env_id), ""))  # type: ignore[arg-type]
+            self._assign(env_id, None if storage is None else self._in_range(storage))
         return self._storage_of[env_id]
 
     def get_env_to_storage(self) -> dict[str, int]:
