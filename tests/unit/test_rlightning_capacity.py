@@ -116,7 +116,9 @@ class TestCircular:
 class TestStandard:
     @pytest.mark.parametrize("mode", ["standard", "fixed"])
     @pytest.mark.parametrize("unit", ["transition", "episode"])
-    def test_what_does_not_fit_is_refused_whole_also_when_full(self, make, mode, unit):  # rlightning overwrites when full
+    def test_what_does_not_fit_is_refused_whole_also_when_full(
+        self, make, mode, unit
+    ):  # rlightning overwrites when full
         s = make(5, mode, unit)
         s.add_episode(rows(0, 1, 2))
         for _ in range(2):

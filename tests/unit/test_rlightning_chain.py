@@ -31,7 +31,9 @@ class TestTypes:
     def test_an_env_ret_has_rlightnings_defaults(self):
         e = EnvRet("a", 1.0)
         assert EnvRet.fields() == ("observation", "last_reward", "last_terminated", "last_truncated", "info")
-        assert e.to_dict() == dict(observation=1.0, last_reward=0.0, last_terminated=False, last_truncated=False, info={})
+        assert e.to_dict() == dict(
+            observation=1.0, last_reward=0.0, last_terminated=False, last_truncated=False, info={}
+        )
         assert hash(e) == hash("a")
         assert e.info is not EnvRet("a", 1.0).info
 
@@ -122,7 +124,11 @@ class TestPostprocess:
             "truncated": [False] * 3,
             "action": [0, 10, 20],
         }
-        assert [out[k].dtype for k in ("observation", "terminated", "action")] == [torch.float32, torch.bool, torch.int64]
+        assert [out[k].dtype for k in ("observation", "terminated", "action")] == [
+            torch.float32,
+            torch.bool,
+            torch.int64,
+        ]
 
     def test_an_extra_key_named_last_x_gives_both(self):
         out = default_postprocess_fn({"last_x": [0, 1, 2]})
@@ -134,7 +140,10 @@ class TestPostprocess:
     def test_arrays_keep_their_dtypes_and_nesting_stays(self):  # rlightning fails on nested values
         values = [np.full(2, i, np.uint16) for i in range(3)]
         out = default_postprocess_fn({"observation": [{"d": v, "b": torch.ones(1).bfloat16()} for v in values]})
-        assert out["next_observation"]["d"].dtype == torch.uint16 and out["next_observation"]["d"].tolist() == [[1, 1], [2, 2]]
+        assert out["next_observation"]["d"].dtype == torch.uint16 and out["next_observation"]["d"].tolist() == [
+            [1, 1],
+            [2, 2],
+        ]
         assert out["observation"]["b"].dtype == torch.bfloat16
         assert default_postprocess_fn({"r": [np.float64(1), np.float64(2)]})["r"].dtype == torch.float64
 

@@ -22,7 +22,14 @@ class TestVisibility:
         assert len(s) == 3
         assert seen(s) == [0, 1, 2] and seen(s, "next_observation") == [1, 2, 3]
         assert seen(s, "reward") == [1, 2, 3] and seen(s, "action") == [0, 10, 20]
-        assert set(s.get_data().keys()) == {"observation", "next_observation", "reward", "terminated", "truncated", "action"}
+        assert set(s.get_data().keys()) == {
+            "observation",
+            "next_observation",
+            "reward",
+            "terminated",
+            "truncated",
+            "action",
+        }
 
     def test_episodes_of_several_environments_do_not_mix(self, make):
         s = make()
@@ -82,7 +89,9 @@ class TestPairing:
         with pytest.raises(TypeError, match="EnvRet or a PolicyResponse.*dict"):
             make().add_data_async({})
 
-    def test_a_second_env_ret_replaces_the_first_counted_and_warned(self, make):  # rlightning loses the first in silence
+    def test_a_second_env_ret_replaces_the_first_counted_and_warned(
+        self, make
+    ):  # rlightning loses the first in silence
         s = make()
         s.add_data_async(EnvRet("e", 0.0))
         with pytest.warns(RuntimeWarning, match="'e'.*replaces"):
@@ -93,7 +102,9 @@ class TestPairing:
         s.truncate_one_episode("e")
         assert seen(s) == [7.0] and s.counters["env_ret_replaced"] == 1
 
-    def test_a_response_to_nothing_is_refused_and_counted(self, make):  # rlightning then drops all other keys of the episode
+    def test_a_response_to_nothing_is_refused_and_counted(
+        self, make
+    ):  # rlightning then drops all other keys of the episode
         s = make()
         with pytest.raises(ValueError, match="no EnvRet came before it"):
             s.add_data_async(PolicyResponse("e", action=1))
@@ -278,7 +289,8 @@ class TestTogether:
             flags[1, 2] = t == 1
             zeros = np.zeros((2, 4), bool)
             s.add_transition(
-                EnvRet("v", np.arange(2) + 10.0 * t, np.zeros((2, 4), "f4"), flags, zeros), PolicyResponse("v", action=torch.zeros(2))
+                EnvRet("v", np.arange(2) + 10.0 * t, np.zeros((2, 4), "f4"), flags, zeros),
+                PolicyResponse("v", action=torch.zeros(2)),
             )
         assert seen(s) == [1.0]
 
@@ -301,7 +313,10 @@ class TestVectorSteps:
                 steps, lists[i] = lists[i], []
                 if len(steps) > 1:
                     rows = default_postprocess_fn({k: [x[k] for x in steps] for k in steps[0]})
-                    flat = {("observation", "o"): rows["observation"].pop("o"), ("next_observation", "o"): rows["next_observation"].pop("o")}
+                    flat = {
+                        ("observation", "o"): rows["observation"].pop("o"),
+                        ("next_observation", "o"): rows["next_observation"].pop("o"),
+                    }
                     flat |= {(k,): v for k, v in rows.items() if not isinstance(v, dict)}
                     expected.append({k: v.tolist() for k, v in flat.items()})
 
@@ -376,7 +391,10 @@ class TestCustomFunctions:
     def test_of_many_at_once_it_gets_steps_of_all(self, make):
         def post(lists):
             assert [tuple(o.shape) for o in lists["observation"]] == [(3,)] * 3
-            return {"o": torch.stack(lists["observation"])[:-1], "text": torch.tensor([[i["n"]] * 3 for i in lists["info"]])[1:]}
+            return {
+                "o": torch.stack(lists["observation"])[:-1],
+                "text": torch.tensor([[i["n"]] * 3 for i in lists["info"]])[1:],
+            }
 
         s = make(env_meta_list=metas(3), postprocess_fn=post, unit="episode")
         for t in range(3):

@@ -121,9 +121,7 @@ class TestAffinity:
         with pytest.raises(AssertionError, match="multiple buffer storages"):
             EpisodeTable(2, component_distribution={"n": node(buffer=[0, 1])})
 
-    @pytest.mark.parametrize(
-        "flag, component", [("node_affinity_env", "env"), ("node_affinity_train", "train")]
-    )
+    @pytest.mark.parametrize("flag, component", [("node_affinity_env", "env"), ("node_affinity_train", "train")])
     def test_nodes_with_storages_must_have_equally_many_workers(self, flag, component):
         uneven = {"n": node(buffer=[0], **{component: [0, 1]}), "m": node(buffer=[1], **{component: [2]})}
         with pytest.raises(RuntimeError, match="different numbers"):
@@ -142,6 +140,4 @@ class TestAffinity:
     def test_a_storage_out_of_range_is_an_error(self):
         for flag in ("node_affinity_env", "node_affinity_train"):
             with pytest.raises(AssertionError, match="storage 5"):
-                EpisodeTable(
-                    2, ["u-0"], 2, {"n": node(buffer=[5], env=[0], train=[0])}, **{flag: True}
-                )
+                EpisodeTable(2, ["u-0"], 2, {"n": node(buffer=[5], env=[0], train=[0])}, **{flag: True})
