@@ -151,7 +151,7 @@ def _alone(buffer: Buffer, timeout: float | None) -> Iterator[None]:
             while not _locked(fd):
                 if seconds >= 0 and time.monotonic() - since >= seconds:
                     raise RingFull(
-                        f"another process has been pushing to storage {buffer.name!r} for {seconds:g} s. Nothing was stored"
+                        f"another process has been pushing to storage {buffer.name!r} for {round(seconds, 1):g} s. Nothing was stored"
                     )
                 time.sleep(1e-3)
             try:

@@ -145,7 +145,7 @@ def test_whoever_is_killed_while_it_pushes_holds_up_nobody(crew, name):
         holder, heard = crew(w.hold, name)
         assert told(heard) == "inside"
         rows = {"observation": torch.arange(3)}
-        with pytest.raises(RingFull, match="another process has been pushing.*0.2 s. Nothing was stored"):
+        with pytest.raises(RingFull, match=r"another process has been pushing.*0.2 s. Nothing was stored"):
             storage.add_episode(rows)
         assert len(storage) == 0
         holder.kill()

@@ -122,10 +122,10 @@ class TestStandard:
         s = make(5, mode, unit)
         s.add_episode(rows(0, 1, 2))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="Cannot push 3 items to storage of capacity 5. Current size is 3."):
+            with pytest.raises(RuntimeError, match=r"Cannot push 3 items to storage of capacity 5. Current size is 3."):
                 s.add_episode(rows(7, 8, 9))
         s.add_episode(rows(3, 4))
-        with pytest.raises(RuntimeError, match="Cannot push 1 items to storage of capacity 5. Current size is 5."):
+        with pytest.raises(RuntimeError, match=r"Cannot push 1 items to storage of capacity 5. Current size is 5."):
             s.add_episode(rows(9))
         assert [v for x in seen(s) for v in np.ravel(x)] == [0, 1, 2, 3, 4]
 
@@ -148,7 +148,7 @@ class TestStandard:
         assert len(s) == 0
 
     def test_other_words_are_an_error(self):
-        with pytest.raises(ValueError, match="mode='ring'.*circular"):
+        with pytest.raises(ValueError, match=r"mode='ring'.*circular"):
             Storage(5, "ring")
         with pytest.raises(ValueError, match="Unknown unit type 'row'"):
             Storage(5, unit="row")
@@ -201,7 +201,7 @@ class TestAddEpisode:
             make().add_episode(5)
         with pytest.raises(ValueError, match="num_envs=0"):
             make().add_episode(rows(1), num_envs=0)
-        with pytest.raises(SchemaError, match="expected .rows, 3"):
+        with pytest.raises(SchemaError, match=r"expected .rows, 3"):
             make().add_episode({"a": torch.zeros(2, 4)}, num_envs=3)
 
 
@@ -240,11 +240,11 @@ class TestSchema:
         s.add_transition(*vector(2, 0)), s.add_transition(*vector(2, 1))
         e, p = vector(2, 2)
         e.observation = e.observation.astype("f8")
-        with pytest.raises(SchemaError, match="'observation'.*got float64.*float32"):
+        with pytest.raises(SchemaError, match=r"'observation'.*got float64.*float32"):
             s.add_transition(e, p)
         e, p = vector(2, 2)
         del p.action
-        with pytest.raises(SchemaError, match="'action'.*missing"):
+        with pytest.raises(SchemaError, match=r"'action'.*missing"):
             s.add_transition(e, p)
         s.truncate_one_episode("v")
         assert seen(s) == [0, 100]

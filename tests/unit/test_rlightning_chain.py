@@ -94,7 +94,7 @@ class TestPreprocess:
     def test_neither_or_of_different_environments_is_an_error(self):
         with pytest.raises(ValueError, match="At least one of"):
             default_preprocess_fn({}, None, None, *DEFAULTS)
-        with pytest.raises(ValueError, match="Mismatched env_id.*'a'.*'b'"):
+        with pytest.raises(ValueError, match=r"Mismatched env_id.*'a'.*'b'"):
             default_preprocess_fn({}, EnvRet("a", 1.0), PolicyResponse("b"), *DEFAULTS)
 
     def test_other_types_are_an_error(self):
@@ -152,7 +152,7 @@ class TestPostprocess:
         assert out["reward"].tolist() == [1, 2] and out["reward"].dtype == torch.float32
 
     def test_values_that_differ_are_an_error_that_names_the_key(self):
-        with pytest.raises(ValueError, match="'a'.*float32.*step 1"):
+        with pytest.raises(ValueError, match=r"'a'.*float32.*step 1"):
             default_postprocess_fn({"a": [torch.ones(2), torch.ones(3), torch.ones(2)]})
-        with pytest.raises(ValueError, match="'a'.*str"):
+        with pytest.raises(ValueError, match=r"'a'.*str"):
             default_postprocess_fn({"a": ["x", "y"]})

@@ -31,11 +31,10 @@ class TestLearner:
             batch = rb.sample()
             assert batch.batch_size == (32,) and set(batch["observation"].tolist()) <= {0.0, 1.0, 2.0, 10.0, 11.0}
             assert torch.equal(batch["next_observation"], batch["observation"] + 1)
-            of = {3 if o < 10 else 2: i for o, i in zip(batch["observation"].tolist(), batch["episode", "id"].tolist())}
-            assert len(set(of.values())) == len(of)
-            assert all(
-                (r == 3) == (o < 10) for o, r in zip(batch["observation"].tolist(), batch["episode", "rows"].tolist())
-            )
+            first, rows = batch["observation"] < 10, batch["episode", "rows"]
+            assert (rows[first] == 3).all() and (rows[~first] == 2).all()
+            ids = batch["episode", "id"]
+            assert len(set(ids[first].tolist())) == len(set(ids[~first].tolist())) == 1 and len(set(ids.tolist())) == 2
 
     def test_by_priority(self, make, name):
         s = make(name=name)
@@ -89,7 +88,7 @@ class TestLearner:
         s = make(name=name)
         episode(s, 0, 3)
         with Buffer.attach(name) as b:
-            rows, ids = b.draw(10)
+            rows, _ = b.draw(10)
             assert set(rows) == {
                 "observation",
                 "next_observation",
@@ -140,7 +139,7 @@ class TestOtherHandles:
         for how in (lambda: Storage.attach(name), lambda: make(10, name=name, exists="attach")):
             with pytest.raises(BufferExists, match="no storage of this kind"):
                 how()
-        with pytest.raises(TypeError, match="postprocess.*functions are"):
+        with pytest.raises(TypeError, match=r"postprocess.*functions are"):
             Storage.attach(name, postprocess=doubled)
         rb.close()
 

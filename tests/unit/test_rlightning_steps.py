@@ -41,7 +41,7 @@ class TestVisibility:
 
     def test_a_pair_of_different_environments_is_an_error(self, make):
         s = make()
-        with pytest.raises(ValueError, match="Mismatched env_id.*'a'.*'b'"):
+        with pytest.raises(ValueError, match=r"Mismatched env_id.*'a'.*'b'"):
             s.add_transition(EnvRet("a", 1.0), PolicyResponse("b", action=1))
         with pytest.raises(KeyError):
             s.truncate_one_episode("a")
@@ -86,7 +86,7 @@ class TestPairing:
         assert len(s) == 1  # the end is judged when the last step is complete
 
     def test_other_items_are_an_error(self, make):
-        with pytest.raises(TypeError, match="EnvRet or a PolicyResponse.*dict"):
+        with pytest.raises(TypeError, match=r"EnvRet or a PolicyResponse.*dict"):
             make().add_data_async({})
 
     def test_a_second_env_ret_replaces_the_first_counted_and_warned(
@@ -257,7 +257,7 @@ class TestTogether:
     def test_a_leaf_of_another_number_is_an_error_that_changes_nothing(self, make, bad):
         s = make(env_meta_list=metas(3))
         s.add_transition(*vector(3, 0))
-        with pytest.raises(SchemaError, match="'observation'.*expected .3"):
+        with pytest.raises(SchemaError, match=r"'observation'.*expected .3"):
             e, p = vector(3, 1)
             e.observation = bad
             s.add_transition(e, p)

@@ -101,7 +101,7 @@ class TestAffinity:
         cluster = {"T": node(buffer=[0], train=[0, 1]), "R": node(env=[0, 1])}
         table = EpisodeTable(1, ["u-0", "u-1"], 2, cluster, node_affinity_train=True)
         assert table.get_train_workers(0) == [0, 1]
-        with pytest.raises(RuntimeError, match="'T'.*no env"):
+        with pytest.raises(RuntimeError, match=r"'T'.*no env"):
             EpisodeTable(1, ["u-0", "u-1"], 2, cluster, node_affinity_env=True)
 
     def test_the_number_of_workers_says_only_that_there_are_some(self):
