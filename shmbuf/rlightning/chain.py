@@ -6,6 +6,7 @@ action of its step, and of the next step the observation, the reward and the fla
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,16 +76,15 @@ def default_preprocess_fn(
     return data
 
 
-def places(name: str) -> list[tuple[str, int]]:
+@functools.lru_cache(4096)
+def places(name: str) -> tuple[tuple[str, int], ...]:
     """Under which names a step's key goes into rows, and of which step each: 0: the row's own, 1: the one after it."""
     if "info" in name:
-        return []
-    out = [(name.removeprefix("last_"), 1)] if name.startswith("last_") else []
+        return ()
     if name == "observation":
-        out += [("observation", 0), ("next_observation", 1)]
-    elif name not in ENV_FIELDS:
-        out.append((name, 0))
-    return out
+        return ("observation", 0), ("next_observation", 1)
+    next_one = ((name.removeprefix("last_"), 1),) if name.startswith("last_") else ()
+    return next_one if name in ENV_FIELDS else (*next_one, (name, 0))
 
 
 def default_postprocess_fn(episode: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

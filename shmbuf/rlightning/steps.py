@@ -25,7 +25,7 @@ class Episodes(NamedTuple):
     """Rows of ended episodes, one after another.
 
     lengths: int64[k], rows of each. columns: what a row is made of, without the storage's own numbers.
-    take: the rows of episodes [first, last), as arrays [rows, ...] in the order of columns.
+    take: the rows of episodes [first, last), as arrays [rows, ...] in the order of columns, to be read before it is called again.
     """
 
     lengths: np.ndarray
@@ -182,6 +182,61 @@ class Segments(NamedTuple):
     steps: np.ndarray
 
 
+class Known:
+    """How steps looked, so that one like them needs but a glance."""
+
+    def __init__(self, columns: list[Column], num_envs: int):
+        self._nodes: dict[Key, set[str]] = {}
+        for c in columns:
+            for depth in range(1, len(c.key)):
+                self._nodes.setdefault(c.key[:depth], set()).add(c.key[depth])
+        self._names = {c.key[0] for c in columns}
+        self._leaves = [
+            (c.key, np.dtype(c.numpy) if c.numpy == c.dtype else None, getattr(torch, c.dtype), (num_envs, *c.shape))
+            for c in columns
+        ]
+
+    def arrays(self, step: Mapping[str, Any]) -> list[np.ndarray] | None:
+        """The step's leaves, column by column; None: it has to be looked at."""
+        found, nodes = 0, self._nodes
+        for name in step:
+            if name in self._names:
+                found += 1
+            elif places(name):
+                return None
+        if found != len(self._names):
+            return None
+        for key, names in nodes.items():
+            if type(node := _at(step, key)) is not dict or node.keys() != names:
+                return None
+        out = []
+        for key, dtype, torch_dtype, shape in self._leaves:
+            value = step[key[0]] if len(key) == 1 else _at(step, key)
+            if type(value) is torch.Tensor and value.dtype is torch_dtype and value.shape == shape:
+                value = as_leaf(key, value).array if dtype is None else _quick(value)
+            elif type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+                return None
+            if value is None:
+                return None
+            out.append(value)
+        return out
+
+
+def _at(step: Any, key: Key) -> Any:
+    for part in key:
+        if type(step) is not dict or part not in step:
+            return None
+        step = step[part]
+    return step
+
+
+def _quick(t: torch.Tensor) -> np.ndarray | None:
+    try:
+        return t.numpy()
+    except (RuntimeError, TypeError):  # of another device, or with a gradient
+        return None
+
+
 class VectorSteps:
     """Of N environments that step together. Each one's episode may end by itself.
 
@@ -193,10 +248,13 @@ class VectorSteps:
         self.num_envs, self._separate = num_envs, separate
         self._postprocess, self._default = postprocess, postprocess is default_postprocess_fn
         self._columns: list[Column] = []
+        self._known: Known | None = None
         self._rings: list[np.ndarray] = []
         self._others: list[dict[str, Any]] = []  # a step's values that are no arrays, for a custom postprocess
         self._clock, self._room = 0, 0
         self._begin = np.zeros(num_envs, np.int64)
+        self._none_done = np.zeros(num_envs, bool)
+        self._scratch: dict[int, np.ndarray] = {}  # for rows on their way into the ring
 
     def lengths(self) -> np.ndarray:
         """int64[N]: the steps of each running episode."""
@@ -205,28 +263,34 @@ class VectorSteps:
     def append(self, step: Mapping[str, Any]) -> np.ndarray:
         """bool[N]: whose episode ended with it. SchemaError: a leaf is not [N, ...], or differs from those before; nothing was kept."""
         running = self._clock - int(self._begin.min())
-        leaves, others = self._leaves(step, running == 0)
-        columns = [column(k, leaf, 1) for k, leaf in leaves.items()]
-        if columns != self._columns and running:
-            if leaves.keys() == {c.key for c in self._columns}:  # perhaps just in another order
-                leaves = {c.key: leaves[c.key] for c in self._columns}
-                columns = [column(k, leaf, 1) for k, leaf in leaves.items()]
-            odd = [c for c, mine in zip(columns, self._columns, strict=False) if c != mine]
-            if len(columns) != len(self._columns) or (odd and not (running == 1 and all(is_dummy(c.key) for c in odd))):
-                raise SchemaError(self._unlike(columns))
+        arrays = None if self._known is None else self._known.arrays(step)
+        others: dict[str, Any] = {}
+        if arrays is not None:
+            columns = self._columns
+        else:
+            leaves, others = self._leaves(step, running == 0)
+            columns = [column(k, leaf, 1) for k, leaf in leaves.items()]
+            if columns != self._columns and running:
+                if leaves.keys() == {c.key for c in self._columns}:  # perhaps just in another order
+                    leaves = {c.key: leaves[c.key] for c in self._columns}
+                    columns = [column(k, leaf, 1) for k, leaf in leaves.items()]
+                odd = [c for c, mine in zip(columns, self._columns, strict=False) if c != mine]
+                dummies = running == 1 and all(is_dummy(c.key) for c in odd)
+                if len(columns) != len(self._columns) or (odd and not dummies):
+                    raise SchemaError(self._unlike(columns))
+            arrays = [leaf.array for leaf in leaves.values()]
         done = self._done(step)
         if not running:
             self._clock = 0
             self._begin[:] = 0
             self._others.clear()
-        arrays = [leaf.array for leaf in leaves.values()]
         if columns != self._columns:
             self._use(columns, arrays)
         if running >= self._room:
             self._grow(arrays)
         at = self._clock % self._room
-        for ring, a in zip(self._rings, arrays, strict=True):
-            ring[at] = a
+        for ring, array in zip(self._rings, arrays, strict=True):
+            ring[at] = array
         if not self._default:
             self._others.append(others)
         self._clock += 1
@@ -263,10 +327,11 @@ class VectorSteps:
         else:
             self._rings, self._room = [], 0
         self._columns = columns
+        self._known = Known(columns, self.num_envs) if self._default else None
 
     def _done(self, step: Mapping[str, Any]) -> np.ndarray:
         if not self._separate:
-            return np.zeros(self.num_envs, bool)
+            return self._none_done
         done = ended(step)
         if done.shape[:1] != (self.num_envs,):
             return np.broadcast_to(done.any(), (self.num_envs,))
@@ -322,12 +387,20 @@ class VectorSteps:
         def take(first: int, last: int) -> list[np.ndarray]:
             n = lengths[first:last]
             total = int(n.sum())
+            begins = s.begins[first:last] % self._room
             # one environment's steps lie N rows apart
-            place = (s.begins[first:last] % self._room) * self.num_envs + s.envs[first:last]
-            start = place - (np.cumsum(n) - n) * self.num_envs
+            start = begins * self.num_envs + s.envs[first:last] - (np.cumsum(n) - n) * self.num_envs
             at = np.repeat(start, n) + np.arange(total) * self.num_envs
-            places_of = [at % size, (at + self.num_envs) % size]
-            return [np.take(flat[i], places_of[step], axis=0, mode="clip") for i, step, _ in sources.values()]
+            after = at + self.num_envs
+            if int((begins + n).max()) >= self._room:
+                at, after = at % size, after % size
+            out = []
+            for j, (i, step, _) in enumerate(sources.values()):
+                to = self._scratch.get(j)
+                if to is None or len(to) < total or to.dtype != flat[i].dtype or to.shape[1:] != flat[i].shape[1:]:
+                    self._scratch[j] = to = np.empty((total, *flat[i].shape[1:]), flat[i].dtype)
+                out.append(np.take(flat[i], after if step else at, axis=0, out=to[:total], mode="clip"))
+            return out
 
         return Episodes(lengths, columns, take)
 
