@@ -21,6 +21,7 @@ KINDS = {
     "cliffs": "tools.bench.cliffs",
     "query": "tools.bench.query",
     "checkpoints": "tools.bench.checkpoints",
+    "rlightning": "tools.bench.rlightning",
     "kills": "tools.bench.kills",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",

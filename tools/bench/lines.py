@@ -10,6 +10,7 @@ from .plan import (
     ALONE,
     BESIDE,
     BURNING,
+    CALL,
     COPYING,
     KILLED,
     PRIORITISED,
@@ -74,7 +75,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def lines(results: Results, settings: Settings) -> list[Line]:
-    every = (_ingest, _sample, _beside, _prioritised, _slices, _face, _cliffs, _kills, _memory)
+    every = (_ingest, _sample, _beside, _prioritised, _slices, _face, _cliffs, _rlightning, _kills, _memory)
     found = [line for group in every for line in group(results, settings)]
     return [line for line in found if line.ours is not None or line.peers]
 
@@ -316,6 +317,19 @@ def _cliffs(results: Results, settings: Settings) -> Iterator[Line]:
             more_is_better=False,
             errors="cliffs/pauses",
         )
+
+
+def _rlightning(results: Results, settings: Settings) -> Iterator[Line]:
+    common = {"more_is_better": False, "errors": "rlightning"}
+    call = results.peers("rlightning/step", (CALL,))
+    for figure, what in (
+        ("step", "rlightning: add a step of 4,096 environments"),
+        ("rollout", "the same, with its share of storing 24 steps"),
+        ("auto", "the same, episodes that end one by one"),
+    ):
+        yield Line(what, "s", results.get(f"rlightning/{figure}/{OURS}"), call, None, **common)
+    rows = results.get(f"rlightning/rows/{OURS}")
+    yield Line("rlightning: rows of 464 bytes out of such steps", "rows/s", rows, {}, None, errors="rlightning")
 
 
 def _kills(results: Results, settings: Settings) -> Iterator[Line]:

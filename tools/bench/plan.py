@@ -42,6 +42,8 @@ FACE_CALLS = ("extend", "set_at")
 FACES = (peers.OURS, "torchrl")
 CLIFFS = ("keys", "readers", "pauses")
 READERS = (1, 2, 4, 8)
+# Beside rlightning's storage: a call of another process, as an actor's is one.
+CALL = "call of a process"
 CONTENDERS = {
     "sample": SAMPLERS,
     "prio": PRIORITISED,
@@ -84,6 +86,7 @@ def cases(only: list[str]) -> list[Case]:
     every += [Case(f"slices/{size}", "slices", str(size)) for size in SIZES]
     every += [Case("face", "face"), Case("query/1000000", "query", "1000000"), Case("checkpoints", "checkpoints")]
     every += [Case(f"cliffs/{c}", "cliffs", c) for c in CLIFFS]
+    every += [Case("rlightning", "rlightning")]
     every += [Case(f"kills/atari/{n}", "kills", "atari", n) for n in KILLED]
     every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
     every += [Case("memcpy/after", "memcpy")]
