@@ -2,7 +2,10 @@
 
 import multiprocessing
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,3 +163,11 @@ def test_whoever_is_killed_while_it_pushes_holds_up_nobody(crew, name):
                 continue
         assert storage.get_data()["observation"].tolist() == [0, 1, 2]
     shmbuf.destroy(name)
+
+
+def test_the_example():
+    script = Path(__file__).resolve().parents[2] / "examples" / "rlightning_storage.py"
+    done = subprocess.run([sys.executable, script, "--steps", "100"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    episodes, _, _, least, _, most = done.stdout.replace(",", "").split()[:6]
+    assert int(episodes) > 128 and int(least) >= 1 and int(most) <= 99
