@@ -46,6 +46,11 @@ class TestVisibility:
         with pytest.raises(KeyError):
             s.truncate_one_episode("a")
 
+    def test_also_where_a_custom_function_does_not_look(self, make):
+        s = make(preprocess_fn=lambda d, e, p, *rest: {"observation": 1.0})
+        with pytest.raises(ValueError, match="Mismatched"):
+            s.add_transition(EnvRet("a", 1.0), PolicyResponse("b"))
+
     def test_what_was_handed_over_may_be_written_again(self, make):
         s, obs = make(), np.zeros(2, "f4")
         for k in range(3):
@@ -133,6 +138,16 @@ class TestPairing:
         s.add_data_async(PolicyResponse("e", action=1))
         s.truncate_one_episode("e")
         assert seen(s) == [0] and s.counters["env_ret_out_of_order"] == 1
+
+    def test_after_a_response_that_was_refused_the_right_one_may_come(self, make):
+        s = make()
+        for k in range(2):
+            s.add_data_async(EnvRet("e", float(k)))
+            with pytest.raises(SchemaError, match="'x'"):
+                s.add_data_async(PolicyResponse("e", action=k, x="text"))
+            s.add_data_async(PolicyResponse("e", action=k))
+        s.truncate_one_episode("e")
+        assert seen(s) == [0] and "x" not in set(s.get_data().keys())
 
     def test_environments_do_not_take_each_others_responses(self, make):
         s = make()
@@ -296,9 +311,9 @@ class TestTogether:
 
 
 class TestVectorSteps:
-    @pytest.mark.parametrize("separate", [True, False])
-    def test_their_rows_are_what_the_default_function_makes_of_each(self, separate):
-        """Random ends over many more steps than the memory had room for at first, against lists of steps."""
+    @pytest.mark.parametrize("separate, often", [(True, 0.02), (True, 0.3), (False, 0.02)])
+    def test_their_rows_are_what_the_default_function_makes_of_each(self, separate, often):
+        """Random ends over many more steps than the memory has room for, against lists of steps."""
         n, rng = 5, np.random.default_rng(7)
         fast, lists, made, expected = VectorSteps(n, default_postprocess_fn, separate), [[] for _ in range(n)], [], []
 
@@ -322,7 +337,7 @@ class TestVectorSteps:
 
         for t in range(400):
             o, r = rng.integers(0, 1000, (n, 2)), rng.random(n).astype("f4")
-            flags = rng.random(n) < 0.02
+            flags = rng.random(n) < often
             whole = {
                 "observation": {"o": o},
                 "last_reward": r,
@@ -347,10 +362,46 @@ class TestVectorSteps:
                 )
             if len(done):
                 finish(done)
-            if t == 250 or (not separate and t % 70 == 69):
+            if (often < 0.1 and t == 250) or (not separate and t % 70 == 69):
                 finish(np.arange(n))
         finish(np.arange(n))
         assert len(made) > 15 and made == expected
+        assert fast._room < 100 or often < 0.1  # so the memory was gone around
+
+    @pytest.mark.parametrize("running", [1, 2, 3])
+    def test_a_step_that_looks_otherwise_is_refused_at_any_time(self, running):
+        def made(**other):
+            o = {"a": np.zeros((3, 2), "f4"), "b": {"c": torch.zeros(3)}}
+            return {
+                "observation": o,
+                "last_reward": np.zeros(3, "f4"),
+                "action": torch.zeros(3, dtype=torch.int64),
+                **other,
+            }
+
+        steps, o = VectorSteps(3, default_postprocess_fn, False), made()["observation"]
+        for _ in range(running):
+            steps.append(made())
+        for bad, text in [
+            (made(more=torch.zeros(3)), "'more'.*new"),
+            (made(observation={**o, "d": torch.zeros(3)}), "'d'.*new"),
+            (made(observation={"a": o["a"], "b": {"c": torch.zeros(3), "d": torch.zeros(3)}}), "'d'.*new"),
+            (made(observation={"a": o["a"], "b": torch.zeros(3)}), "missing"),
+            (made(action=torch.zeros(3)), "'action'.*float32"),
+            (made(action=np.zeros(3, "u8")), "'action'.*uint64"),
+            (made(action=torch.zeros(3, 1, dtype=torch.int64)), r"'action'.*int64\[1\]"),
+            (made(action=torch.zeros(4, dtype=torch.int64)), "'action'.*dimension mismatch"),
+        ]:
+            with pytest.raises(SchemaError, match=text):
+                steps.append(bad)
+        steps.append(made(action=torch.ones(3, dtype=torch.int64), info={"x": 1}))
+        steps.append({k: made()[k] for k in ("action", "observation", "last_reward")})  # in another order
+        steps.append(made(last_reward=torch.zeros(3, requires_grad=True)))
+        steps.append(made(last_reward=np.zeros(3, ">f4")))
+        assert steps.lengths().tolist() == [running + 4] * 3
+        (e,) = steps.episodes(steps.segments(np.arange(3)))
+        rows = dict(zip([c.key for c in e.columns], e.take(0, 3), strict=True))
+        assert rows[("action",)].tolist() == ([0] * running + [1, 0, 0]) * 3
 
 
 class TestCustomFunctions:
