@@ -14,15 +14,17 @@ import numpy as np
 
 from shmbuf import segment
 from shmbuf.buffer import Buffer
-from shmbuf.errors import RingFull, SchemaError, StorageLost
+from shmbuf.errors import CommitPending, RingFull, SchemaError, StorageLost
 from shmbuf.rlightning.steps import Episodes
-from shmbuf.schema import Column, Schema, nest, show_key
+from shmbuf.schema import Column, Key, Schema, nest, show_key
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
 OWN = "episode"  # the storage's own numbers of each row
 EPISODE_ID, EPISODE_ROWS = (OWN, "id"), (OWN, "rows")
 _OWN_COLUMNS = [Column(EPISODE_ID, "int64", ()), Column(EPISODE_ROWS, "int32", ())]
 _CHUNK_BYTES = 1 << 20  # of rows that are gathered and put at once: they stay in the cache, and fit the ring
+
+Part = tuple[list[Key], list[np.ndarray]]  # rows by column
 
 
 class Pusher:
@@ -34,36 +36,41 @@ class Pusher:
         self._numbers = (0, 0)  # (pid, the next episode's id)
         self._columns: list[Column] | None = None  # that were found to fit
         self._pending: Ticket | None = None  # of what was pushed last
+        self._rest: list[Part] = []  # of a push that found no more room
+        self.took = False
 
     def push(self, episodes: list[Episodes], timeout: float | None = None, *, wait: bool = True) -> None:
         """Put them all, one after another. timeout: seconds; None: the buffer's. wait: until every process sees them; otherwise
-        they are in the ring when it returns, and `settle` waits.
+        they are in the ring when it returns, and `settle` waits. Afterwards `took` says whether they are its own affair now.
 
         Raises:
             RuntimeError: they do not fit, and nothing may be overwritten. SchemaError, RingFull, StorageLost … In these cases nothing
-            was stored. CommitPending: they will be.
+            was stored. CommitPending: they will be; what found no room in the ring is kept here and goes first with the next push.
         """
         episodes = [e for e in episodes if int(e.lengths.sum())]
+        self.took = not episodes
         if not episodes:
             return
         since, timeout = time.monotonic(), self._buffer.config["timeout"] if timeout is None else timeout
         for e in episodes:
             self._fit(e.columns, left_of(timeout, since))
-        if not self._fixed:
-            self._put_all(episodes, since, timeout)
-            if wait:
+        with _alone(self._buffer, left_of(timeout, since)) if self._fixed else contextlib.nullcontext():
+            if self._fixed:
+                self._require_room(episodes)
+            rest, self._rest = self._rest, []
+            self._put_all(iter(rest), since, timeout, rest=True)
+            self._put_all((part for e in episodes for part in self._parts(e)), since, timeout)
+            if wait or self._fixed:
                 self.settle(left_of(timeout, since))
-            return
-        with _alone(self._buffer, left_of(timeout, since)):
-            rows = sum(int(e.lengths.sum()) for e in episodes)
-            size, capacity = len(self._buffer), self._buffer.capacity
-            if size + rows > capacity:
-                raise RuntimeError(
-                    f"Cannot push {rows} items to storage of capacity {capacity}. Current size is {size}. clear() makes room; "
-                    'mode="circular" overwrites the oldest'
-                )
-            self._put_all(episodes, since, timeout)
-            self.settle(left_of(timeout, since))
+
+    def _require_room(self, episodes: list[Episodes]) -> None:
+        rows = sum(int(e.lengths.sum()) for e in episodes) + sum(len(arrays[0]) for _, arrays in self._rest)
+        size, capacity = len(self._buffer), self._buffer.capacity
+        if size + rows > capacity:
+            raise RuntimeError(
+                f"Cannot push {rows} items to storage of capacity {capacity}. Current size is {size}. clear() makes room; "
+                'mode="circular" overwrites the oldest'
+            )
 
     def settle(self, timeout: float | None = None) -> None:
         """Until what this process pushed is stored. timeout: seconds; None: the buffer's."""
@@ -90,14 +97,41 @@ class Pusher:
                 raise SchemaError("rows do not fit the storage's schema; nothing was stored:\n  " + "\n  ".join(lines))
         self._columns = columns
 
-    def _put_all(self, episodes: list[Episodes], since: float, timeout: float | None) -> None:
-        for e in episodes:
-            keys = [*(c.key for c in e.columns), EPISODE_ID, EPISODE_ROWS]
-            for leaves, ids, rows in self._chunks(e):
-                self._pending = self._buffer.put(nest(keys, [*leaves, ids, rows]), timeout=left_of(timeout, since))
+    def _put_all(self, parts: Iterator[Part], since: float, timeout: float | None, *, rest: bool = False) -> None:
+        """All of them, or none, or some and the rest is kept; of what is itself such a rest, at least that."""
+        begun = rest
+        for keys, arrays in parts:
+            try:
+                self._pending = self._buffer.put(nest(keys, arrays), timeout=left_of(timeout, since))
+            except BaseException as e:
+                rows = e.rows if isinstance(e, CommitPending) else 0
+                begun = begun or rows > 0
+                if begun:  # arrays may be memory that is used again
+                    kept = [(keys, [a[rows:].copy() for a in arrays])]
+                    kept += [(k, [a.copy() for a in more]) for k, more in parts]
+                    self._rest = [part for part in kept if len(part[1][0])]
+                    self.took = not rest
+                if isinstance(e, CommitPending):
+                    self._pending = e.ticket
+                if not begun or not isinstance(e, (RingFull, CommitPending)) or isinstance(e, KeyboardInterrupt):
+                    raise
+                left = sum(len(a[0]) for _, a in self._rest)
+                if rest:
+                    raise RingFull(
+                        f"{left:,} rows of a push before this one still wait for room. Nothing was stored: {e}"
+                    ) from None
+                raise CommitPending(
+                    f"rows are in the ring and will be stored; the other {left:,} wait in this process and go first with the next "
+                    f"push: {e}",
+                    self._pending,
+                    rows,
+                ) from None
+            begun = True
+        if not rest:
+            self.took = True
 
-    def _chunks(self, e: Episodes) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
-        """Leaves and the storage's own numbers, of some episodes at a time; none that would be overwritten by the others."""
+    def _parts(self, e: Episodes) -> Iterator[Part]:
+        """Some episodes at a time, with the storage's own numbers; none that would be overwritten by the others."""
         capacity, ends = self._buffer.capacity, np.cumsum(e.lengths)
         surplus = int(ends[-1]) - capacity
         first, cut = 0, 0
@@ -108,11 +142,10 @@ class Pusher:
             )
             first = int(np.searchsorted(ends, surplus, side="right"))
             cut = surplus - int(ends[first] - e.lengths[first])
-            if (
-                cut and self._keep_cut and first < len(ends) - 1
-            ):  # an episode is whole, unless it is longer than all there is
+            # An episode is stored whole, unless it is longer than all there is.
+            if cut and self._keep_cut and first < len(ends) - 1:
                 first, cut = first + 1, 0
-        ids = self._take_ids(len(ends))
+        ids, keys = self._take_ids(len(ends)), [*(c.key for c in e.columns), EPISODE_ID, EPISODE_ROWS]
         row_bytes = self._buffer.schema.row_bytes  # type: ignore[union-attr]
         most = max(1, _CHUNK_BYTES // row_bytes)
         while first < len(ends):
@@ -123,7 +156,7 @@ class Pusher:
             if cut:
                 leaves, n = [a[cut:] for a in leaves], np.concatenate([n[:1] - cut, n[1:]])
                 cut = 0
-            yield leaves, np.repeat(ids[first:last], n), np.repeat(n, n).astype(np.int32)
+            yield keys, [*leaves, np.repeat(ids[first:last], n), np.repeat(n, n).astype(np.int32)]
             first = last
 
     def _take_ids(self, n: int) -> np.ndarray:
@@ -139,29 +172,26 @@ class Pusher:
 def _alone(buffer: Buffer, timeout: float | None) -> Iterator[None]:
     """Nobody else pushes to a storage in which nothing is overwritten: what fits is looked up and put in one go.
 
-    The kernel drops the lock with its holder. It is on the file that has the name now: the first rows give it another one.
+    The kernel drops the lock with its holder.
     """
-    since, seconds, path = time.monotonic(), seconds_of(timeout), segment.path_of(buffer.name)
-    while True:
+    since, seconds = time.monotonic(), seconds_of(timeout)
+    try:
+        fd = os.open(segment.path_of(buffer.name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise StorageLost(f"buffer {buffer.name!r} was destroyed. Nothing was stored") from None
+    try:
+        while not _locked(fd):
+            if seconds >= 0 and time.monotonic() - since >= seconds:
+                raise RingFull(
+                    f"another process has been pushing to storage {buffer.name!r} for {round(seconds, 1):g} s. Nothing was stored"
+                )
+            time.sleep(1e-3)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            raise StorageLost(f"buffer {buffer.name!r} was destroyed. Nothing was stored") from None
-        try:
-            while not _locked(fd):
-                if seconds >= 0 and time.monotonic() - since >= seconds:
-                    raise RingFull(
-                        f"another process has been pushing to storage {buffer.name!r} for {round(seconds, 1):g} s. Nothing was stored"
-                    )
-                time.sleep(1e-3)
-            try:
-                if _is(fd, path):
-                    yield
-                    return
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it, too
+            yield
         finally:
-            os.close(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it, too
+    finally:
+        os.close(fd)
 
 
 def _locked(fd: int) -> bool:
@@ -170,10 +200,3 @@ def _locked(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is(fd: int, path: str) -> bool:
-    try:
-        return os.stat(path).st_ino == os.fstat(fd).st_ino
-    except FileNotFoundError:
-        return False

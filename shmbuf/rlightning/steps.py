@@ -123,19 +123,19 @@ class SingleSteps:
         self._steps.append({name: kept(step[name]) for name in names})
         return done
 
-    def episodes(self) -> Episodes | None:
-        """Of what there is, as rows; None: it was one step, which makes none. Nothing is forgotten yet: `forget`."""
+    def episodes(self) -> list[Episodes]:
+        """Of what there is, as rows; one step makes none. Nothing is forgotten yet: `forget`."""
         if len(self._steps) < 2:
-            return None
+            return []
         values = {name: [_tensor(step[name]) for step in self._steps] for name in self._names}
         try:
-            return of_rows(self._postprocess(values))
+            return [of_rows(self._postprocess(values))]
         except (ValueError, RuntimeError) as e:
             if self._default and not isinstance(e, SchemaError):
                 raise SchemaError(f"{e}. Nothing was stored") from None
             raise
 
-    def forget(self) -> None:
+    def forget(self, envs: None = None) -> None:
         self._steps = []
 
 

@@ -201,6 +201,7 @@ class Storage:
         self._running: dict[str, SingleSteps | VectorSteps] = {}
         self._sizes: dict[str, int] = {}
         self._waiting: dict[str, dict[str, Any]] = {}  # what the policy has not answered yet
+        self._ended: dict[str, np.ndarray | None] = {}  # what could not be stored when it should have been
         self._stamps: dict[str, int] = {}
         self._debug = os.environ.get("RLIGHTNING_DEBUG") == "1"
         self.timing_raw: dict[str, dict[str, Any]] = {}
@@ -216,7 +217,8 @@ class Storage:
 
         Raises:
             ValueError: they are of different environments. KeyError: the environment is not in env_meta_list. SchemaError: a value does
-            not fit those before it. RuntimeError: an episode ended with it and does not fit (mode "standard"): the step is kept.
+            not fit those before it: nothing was taken. RuntimeError, RingFull: an episode ended with it, and there is no room: the step
+            was taken, and the environment's next one, or `truncate_one_episode`, tries again first.
         """
         now, theirs = time.time_ns(), getattr(env_ret, "env_id", None)
         if theirs != getattr(policy_resp, "env_id", None):
@@ -224,6 +226,8 @@ class Storage:
                 f"Mismatched env_id: the env_ret is of {theirs!r}, the policy_resp of {getattr(policy_resp, 'env_id', None)!r}"
             )
         steps = self._steps_of(env_ret.env_id)
+        if env_ret.env_id in self._waiting:
+            self._odd("env_ret_replaced", f"env {theirs!r}: a whole step replaces an EnvRet that had no PolicyResponse")
         if self._debug:
             self._time("transition_pair_to_buffer", min(_latency(env_ret, now), _latency(policy_resp, now)))
         step = self._preprocessed({}, env_ret, policy_resp)
@@ -255,7 +259,7 @@ class Storage:
         elif isinstance(item, PolicyResponse):
             steps = self._steps_of(item.env_id)
             if item.env_id not in self._waiting:
-                again = item.env_id in self._stamps
+                again = item.env_id in self._running
                 self.counters["policy_resp_duplicate" if again else "policy_resp_without_env_ret"] += 1
                 raise ValueError(
                     f"env {item.env_id!r}: a PolicyResponse, but "
@@ -307,14 +311,21 @@ class Storage:
         return steps
 
     def _append(self, env_id: str, steps: SingleSteps | VectorSteps, step: Mapping[str, Any]) -> None:
+        if env_id in self._ended:  # the step before this one ended episodes that could not be stored then
+            self._end(steps, self._ended[env_id], wait=False)
+            del self._ended[env_id]
         done = steps.append(step)
         self._waiting.pop(env_id, None)
         self._running[env_id] = steps
-        if isinstance(steps, SingleSteps):
-            if done:
-                self._end(steps, None, wait=False)
-        elif done.any():  # type: ignore[union-attr]
-            self._end(steps, np.flatnonzero(done), wait=False)
+        if not np.any(done):
+            return
+        envs = None if isinstance(steps, SingleSteps) else np.flatnonzero(done)
+        self._ended[env_id] = envs
+        try:
+            self._end(steps, envs, wait=False)
+        finally:
+            if self._pusher.took:
+                del self._ended[env_id]
 
     # ---- the end of episodes ----------------------------------------------------------------------------------------
 
@@ -362,18 +373,19 @@ class Storage:
 
     def _end(self, steps: SingleSteps | VectorSteps, envs: np.ndarray | None, *, wait: bool) -> None:
         """Forgets the steps when they are rows, or cannot be any."""
+        self._pusher.took = False
         if isinstance(steps, SingleSteps):
-            short = int(len(steps) == 1)
-            episodes = steps.episodes()
-            self._pusher.push([episodes] if episodes is not None else [], wait=wait)
-            steps.forget()
+            episodes, short = steps.episodes(), int(len(steps) == 1)
         else:
             assert envs is not None
             found = steps.segments(envs)
-            short = int((found.steps == 1).sum())
-            self._pusher.push(steps.episodes(found), wait=wait)
-            steps.forget(envs)
-        self.counters["episodes_too_short"] += short
+            episodes, short = steps.episodes(found), int((found.steps == 1).sum())
+        try:
+            self._pusher.push(episodes, wait=wait)
+        finally:
+            if self._pusher.took:
+                steps.forget(envs)  # type: ignore[arg-type]
+                self.counters["episodes_too_short"] += short
 
     def add_episode(self, episode: Any, num_envs: int = 1) -> None:
         """Store rows as they are, past the chain of functions: a dict or TensorDict of arrays or tensors [T, ...]; [T, num_envs, ...] are
@@ -436,6 +448,7 @@ class Storage:
         self._rb.empty()
         if partial:
             self._running.clear()
+            self._ended.clear()
             self._waiting.clear()
             self._stamps.clear()
 

@@ -165,6 +165,26 @@ def test_whoever_is_killed_while_it_pushes_holds_up_nobody(crew, name):
     shmbuf.destroy(name)
 
 
+def test_a_forks_child_adds_under_numbers_of_its_own(name):
+    code = f"""
+import os, sys, torch
+from shmbuf.rlightning import Storage
+s = Storage(100, unit="episode", name={name!r}, exists="attach")
+s.add_episode({{"observation": torch.arange(2)}})
+pid = os.fork()
+s.add_episode({{"observation": torch.arange(3) + (10 if pid else 20)}})
+if not pid:
+    sys.stdout.flush(), os._exit(0 if len(s) >= 2 else 1)
+assert os.waitpid(pid, 0)[1] == 0
+print(sorted(e["observation"].tolist() for e in s.get_data()))
+print(len(set(s.buffer.gather(range(*s.buffer.window))["episode"]["id"].tolist())))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["[[0, 1], [10, 11, 12], [20, 21, 22]]", "3"]
+    shmbuf.destroy(name)
+
+
 def test_the_example():
     script = Path(__file__).resolve().parents[2] / "examples" / "rlightning_storage.py"
     done = subprocess.run([sys.executable, script, "--steps", "100"], capture_output=True, text=True, timeout=SECONDS)

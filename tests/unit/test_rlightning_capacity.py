@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmbuf import SchemaError
+from shmbuf import CommitPending, RingFull, SchemaError
 from shmbuf.rlightning import EnvRet, PolicyResponse, Storage
 from tests.unit.helpers_rlightning import episode, make, metas, seen, step, vector
 
@@ -158,6 +158,71 @@ class TestStandard:
             Storage(0)
         with pytest.raises(ValueError, match="num_envs=0"):
             Storage(5, env_meta_list=metas(0))
+
+
+class TestNoRoom:
+    """A pin lets a full buffer take nothing: pushes run into a full ring."""
+
+    def held_up(self, make, monkeypatch, **kw):
+        monkeypatch.setattr("shmbuf.rlightning.pushing._CHUNK_BYTES", 4096)
+        s = make(1000, unit="episode", ring_bytes=16384, timeout=0.3, env_meta_list=metas(50), **kw)
+        for t in range(21):
+            s.add_transition(*vector(50, t))
+        s.truncate_one_episode("v")
+        assert len(s) == 50
+        return s, s.buffer.pin(seconds=None)
+
+    def test_what_found_none_goes_first_with_the_next_push(self, make, monkeypatch):
+        s, pin = self.held_up(make, monkeypatch)
+        for t in range(11):
+            s.add_transition(*vector(50, 100 + t))
+        with pytest.raises(CommitPending, match=r"the other [0-9]+ wait in this process"):
+            s.truncate_one_episode("v")
+        for t in range(3):
+            s.add_transition(*vector(50, 200 + t))
+        with pytest.raises(RingFull, match="rows of a push before this one still wait"):
+            s.truncate_one_episode("v")
+        pin.release()
+        s.truncate_one_episode("v")
+        expected = [[100.0 * i + 100 + t for t in range(10)] for i in range(50)]
+        expected += [[100.0 * i + 200 + t for t in range(2)] for i in range(50)]
+        assert seen(s)[-100:] == expected and len(s) == 120
+
+    def test_an_episode_longer_than_the_ring_is_completed(self, make, monkeypatch):
+        s, pin = self.held_up(make, monkeypatch)
+        names = list(s.get_data()[0].keys())
+        long = {k: torch.arange(700).to(s.get_data()[0][k].dtype) for k in names}
+        with pytest.raises(CommitPending, match=r"the other [0-9]+ wait"):
+            s.add_episode(long)
+        pin.release()
+        s.add_episode({k: v[:3] for k, v in long.items()})
+        assert [len(e) for e in seen(s)][-2:] == [700, 3] and seen(s)[-2] == list(range(700))
+
+    def test_an_episode_that_ended_meanwhile_stays_one(self, make, monkeypatch):
+        s = make(3, "standard", auto_truncate_episode=True)
+        step(s, "e", 0.0), step(s, "e", 1.0), step(s, "e", 2.0, last_terminated=True)
+        step(s, "e", 10.0), step(s, "e", 11.0)
+        with pytest.raises(RuntimeError, match="Cannot push 2"):
+            step(s, "e", 12.0, last_terminated=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Cannot push 2"):
+                step(s, "e", 20.0)
+        s.clear()
+        step(s, "e", 20.0), step(s, "e", 21.0, last_terminated=True)
+        assert seen(s) == [10, 11, 20] and seen(s, "next_observation") == [11, 12, 21]
+
+    def test_of_many_that_end_one_by_one_too(self, make):
+        s = make(2, "standard", auto_truncate_episode=True, env_meta_list=metas(2))
+        s.add_transition(*vector(2, 0)), s.add_transition(*vector(2, 1))
+        s.add_transition(*vector(2, 2, last_terminated=[0]))
+        with pytest.raises(RuntimeError, match="Cannot push 3"):
+            s.add_transition(*vector(2, 3, last_terminated=[1]))
+        with pytest.raises(RuntimeError, match="Cannot push 3"):
+            s.add_transition(*vector(2, 4))
+        s.clear()
+        with pytest.raises(RuntimeError, match="Cannot push 3"):
+            s.truncate_one_episode("v/1")
+        assert len(s) == 0 and s.counters["episodes_too_short"] == 0
 
 
 class TestAddEpisode:
@@ -326,6 +391,8 @@ class TestReading:
         assert s.data_use_counter.tolist() == [1, 2, 1, -1]
         s.add_episode(rows(3, 4))
         assert s.data_use_counter.tolist() == [0, 2, 1, 0]
+        s[-1]
+        assert s.data_use_counter.tolist() == [1, 2, 1, 0]
         s.clear()
         assert s.data_use_counter.tolist() == [-1] * 4
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import shmbuf
-from shmbuf import Buffer, BufferExists, BufferNotFound, PrioritizedSampler, ShmStorage, SliceSampler
+from shmbuf import Buffer, BufferExists, BufferNotFound, PrioritizedSampler, ShmStorage, SliceSampler, StorageLost
 from shmbuf.rlightning import BufferView, EnvRet, EpisodeTable, PolicyResponse, Storage, default_postprocess_fn
 from tests.unit.helpers_rlightning import episode, make, metas, seen, step, vector
 
@@ -118,6 +118,16 @@ class TestOtherHandles:
         t.truncate_one_episode("w")
         assert seen(s) == [[0, 1]]
         t.close()
+
+    @pytest.mark.parametrize("mode", ["circular", "standard"])
+    def test_a_storage_that_was_destroyed_takes_nothing(self, make, name, mode):
+        s = make(10, mode, name=name)
+        episode(s, 0, 2)
+        step(s, "e", 0.0), step(s, "e", 1.0)
+        shmbuf.destroy(name, force=True)
+        make(10, mode, name=name)  # another one of that name
+        with pytest.raises(StorageLost):
+            s.truncate_one_episode("e")
 
     def test_it_can_be_told_that_the_name_may_exist(self, make, name):
         s = make(10, name=name)

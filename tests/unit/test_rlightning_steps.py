@@ -139,6 +139,17 @@ class TestPairing:
         s.truncate_one_episode("e")
         assert seen(s) == [0] and s.counters["env_ret_out_of_order"] == 1
 
+    def test_a_whole_step_replaces_one_that_waits_counted_and_warned(self, make):
+        s = make()
+        s.add_data_async(EnvRet("e", 5.0))
+        with pytest.warns(RuntimeWarning, match="'e'.*whole step replaces"):
+            step(s, "e", 0.0)
+        step(s, "e", 1.0)
+        with pytest.raises(ValueError, match="has one already"):
+            s.add_data_async(PolicyResponse("e", action=1))
+        s.truncate_one_episode("e")
+        assert seen(s) == [0] and s.counters["env_ret_replaced"] == 1
+
     def test_after_a_response_that_was_refused_the_right_one_may_come(self, make):
         s = make()
         for k in range(2):
