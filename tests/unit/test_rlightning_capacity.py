@@ -164,7 +164,7 @@ class TestNoRoom:
     """A pin lets a full buffer take nothing: pushes run into a full ring."""
 
     def held_up(self, make, monkeypatch, **kw):
-        monkeypatch.setattr("shmbuf.rlightning.pushing._CHUNK_BYTES", 4096)
+        monkeypatch.setattr("shmbuf.rlightning.pushing._CHUNK_BYTES", 1024)
         s = make(1000, unit="episode", ring_bytes=16384, timeout=0.3, env_meta_list=metas(50), **kw)
         for t in range(21):
             s.add_transition(*vector(50, t))
