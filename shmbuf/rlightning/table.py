@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,13 +21,14 @@ class EpisodeTable:
         component_distribution: of each node, which workers run there: ``{node: {"env" | "buffer" | "train": {"ids": [...]}}}``.
         node_affinity_env, node_affinity_train: whether environments and train workers stay on their node.
 
-    An environment is number k if its id ends in ``-k``, else its place in ``env_ids``. One that is registered later also goes to its
+    An environment is number k if what stands after the last ``-`` of its id is a number, else its place in ``env_ids``. One that is registered later also goes to its
     node's storage (rlightning gives it to any); to the least loaded one if its id has no number, or its node no storage.
 
     Raises:
         ValueError: num_storages or num_train_workers below 1. AssertionError: workers do not divide evenly; affinity without a
         distribution; a node with two storages; an environment on a node without one; a storage's number out of range.
-        RuntimeError: a storage's node has no environments (or train workers), or nodes have different numbers of them.
+        RuntimeError: with env_ids (or num_train_workers) and their affinity a storage's node has none of them, or nodes have different
+        numbers.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class EpisodeTable:
     ):
         if num_storages < 1:
             raise ValueError(f"num_storages={num_storages}: at least 1")
-        if num_train_workers is not None and num_train_workers < 1:
-            raise ValueError(f"num_train_workers={num_train_workers}: at least 1, or None")
         self.num_storages, self.num_train_workers = num_storages, num_train_workers
         self._counts, self._cursor = [0] * num_storages, 0
         self._storage_of: dict[str, int] = {}
         self._workers_of: dict[int, list[int]] = {}
         self._nodes = dict(component_distribution or {})
+        if (node_affinity_env or node_affinity_train) and not self._nodes:
+            raise AssertionError("node affinity needs component_distribution, which is empty")
         self._home: dict[str, int] = {}  # the storage of a node
         for node in self._nodes:
             storages = self._ids(node, "buffer")
@@ -56,19 +56,16 @@ class EpisodeTable:
                 raise AssertionError(f"node {node!r} has multiple buffer storages {storages}: one at most")
             if storages:
                 self._home[node] = storages[0]
-        if (node_affinity_env or node_affinity_train) and not self._nodes:
-            raise AssertionError("node affinity needs component_distribution, which is empty")
-        self._near: dict[int, str] = {}  # the node of an environment's number
+        self._near: dict[int | None, str] = {}  # the node of an environment's number
         if node_affinity_env:
-            self._require_even("env")
             self._near = {k: node for node in self._nodes for k in self._ids(node, "env")}
+            if env_ids:
+                self._require_even("env")
         for place, env_id in enumerate(env_ids or ()):
             if env_id not in self._storage_of:
                 number = self._number(env_id)
                 number = place if number is None else number
                 self._assign(env_id, self._near_storage(number, env_id) if node_affinity_env else None)
-        if node_affinity_train:
-            self._require_even("train")
         if num_train_workers is not None:
             self._workers_of = self._near_workers() if node_affinity_train else self._blocks(num_train_workers)
 
@@ -82,7 +79,7 @@ class EpisodeTable:
     def get_storage_idx_for_env(self, env_id: str) -> int:
         """Its storage; it is given one if it has none."""
         if env_id not in self._storage_of:
-            storage = self._home.get(self._near.get(self._number(env_id), ""))  # type: ignore[arg-type]
+            storage = self._home.get(self._near.get(self._number(env_id), ""))
             self._assign(env_id, None if storage is None else self._in_range(storage))
         return self._storage_of[env_id]
 
@@ -108,8 +105,10 @@ class EpisodeTable:
 
     @staticmethod
     def _number(env_id: str) -> int | None:
-        end = re.search(r"-(\d+)$", env_id)
-        return int(end[1]) if end else None
+        try:
+            return int(env_id.rsplit("-", 1)[-1])
+        except ValueError:
+            return None
 
     # ---- train workers --------------------------------------------------------------------------------------------
 
@@ -117,10 +116,13 @@ class EpisodeTable:
         return self._workers_of
 
     def get_train_workers(self, storage_idx: int) -> list[int] | None:
-        """Its workers; None: there are no workers at all."""
+        """Its workers; None: there are no workers at all. IndexError: no such storage."""
+        self._check(storage_idx)
         return self._workers_of.get(storage_idx)
 
     def _blocks(self, workers: int) -> dict[int, list[int]]:
+        if workers < 1:
+            raise ValueError(f"num_train_workers={workers}: at least 1, or None")
         if workers % self.num_storages:
             raise AssertionError(f"{workers} train workers cannot be divided evenly among {self.num_storages} storages")
         each = workers // self.num_storages
@@ -146,6 +148,7 @@ class EpisodeTable:
         return self._in_range(storage)
 
     def _near_workers(self) -> dict[int, list[int]]:
+        self._require_even("train")
         out: dict[int, list[int]] = {s: [] for s in range(self.num_storages)}
         for node, storage in self._home.items():
             out[self._in_range(storage)] = self._ids(node, "train")

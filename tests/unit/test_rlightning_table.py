@@ -53,8 +53,9 @@ class TestEnvironments:
         table = EpisodeTable(2, list("abcde"))
         assert table.get_envs_for_storage(0) == ["a", "c", "e"] and table.get_envs_for_storage(1) == ["b", "d"]
         for bad in (2, -1):
-            with pytest.raises(IndexError, match=str(bad)):
-                table.get_envs_for_storage(bad)
+            for look in (table.get_envs_for_storage, table.get_train_workers):
+                with pytest.raises(IndexError, match=str(bad)):
+                    look(bad)
 
 
 class TestTrainWorkers:
@@ -90,6 +91,10 @@ class TestAffinity:
         table = EpisodeTable(2, list("abcd"), component_distribution=TWO_NODES, node_affinity_env=True)
         assert table.get_env_to_storage() == {"a": 0, "b": 0, "c": 1, "d": 1}
 
+    def test_an_id_may_be_a_number(self):
+        table = EpisodeTable(2, ["3", "0"], component_distribution=TWO_NODES, node_affinity_env=True)
+        assert table.get_env_to_storage() == {"3": 1, "0": 0}
+
     def test_late_environments_stay_on_their_node_too(self):  # rlightning gives them to any storage
         table = EpisodeTable(2, ["u-0"], component_distribution=TWO_NODES, node_affinity_env=True)
         assert [table.get_storage_idx_for_env(f"late-{k}") for k in (1, 3, 2)] == [0, 1, 1]
@@ -124,11 +129,12 @@ class TestAffinity:
     @pytest.mark.parametrize("flag, component", [("node_affinity_env", "env"), ("node_affinity_train", "train")])
     def test_nodes_with_storages_must_have_equally_many_workers(self, flag, component):
         uneven = {"n": node(buffer=[0], **{component: [0, 1]}), "m": node(buffer=[1], **{component: [2]})}
+        EpisodeTable(2, None, None, uneven, **{flag: True})  # there is nobody to place
         with pytest.raises(RuntimeError, match="different numbers"):
-            EpisodeTable(2, None, 2, uneven, **{flag: True})
+            EpisodeTable(2, ["u-0"], 2, uneven, **{flag: True})
         none = {"n": node(buffer=[0], **{component: [0]}), "m": node(buffer=[1])}
         with pytest.raises(RuntimeError, match=f"'m'.*no {component}"):
-            EpisodeTable(2, None, 2, none, **{flag: True})
+            EpisodeTable(2, ["u-0"], 2, none, **{flag: True})
 
     def test_an_environment_on_a_node_without_a_storage_is_an_error(self):
         cluster = {"n": node(buffer=[0], env=[0]), "m": node(env=[1])}
