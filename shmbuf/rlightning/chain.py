@@ -55,12 +55,12 @@ def default_policy_resp_preprocess_fn(data: dict[str, Any], policy_resp: PolicyR
 
 def default_preprocess_fn(
     data: dict[str, Any],
-    env_ret: EnvRet | None,
-    policy_resp: PolicyResponse | None,
-    obs_preprocessor: Callable,
-    reward_preprocessor: Callable,
-    env_ret_preprocess_fn: Callable,
-    policy_resp_preprocess_fn: Callable,
+    env_ret: EnvRet | None = None,
+    policy_resp: PolicyResponse | None = None,
+    obs_preprocessor: Callable = identity,
+    reward_preprocessor: Callable = identity,
+    env_ret_preprocess_fn: Callable = default_env_ret_preprocess_fn,
+    policy_resp_preprocess_fn: Callable = default_policy_resp_preprocess_fn,
 ) -> dict[str, Any]:
     """The step with what is given put into it, the environment's first. ValueError: neither, or of different environments."""
     if env_ret is None and policy_resp is None:

@@ -63,7 +63,9 @@ class Reader:
             stays = np.logical_and.reduceat(valid, starts)
             rows, lengths = rows[torch.from_numpy(np.repeat(stays, lengths)[valid])], lengths[stays]
         if not len(lengths):
-            return TensorDict({k: v.reshape(0, 0, *v.shape[1:]) for k, v in rows.items(True, True)}, batch_size=[0, 0])
+            return TensorDict(
+                {k: v.reshape(0, 0, *v.shape[1:]) for k, v in rows.items(True, True)}, batch_size=[0, 0], device="cpu"
+            )
         if (lengths == lengths[0]).all():
             return rows.reshape(len(lengths), int(lengths[0]))
         return [rows[e - n : e] for e, n in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True)]
@@ -76,7 +78,7 @@ class Reader:
         """Those that are still stored, and bool[n] which they are."""
         shown = self._shown()
         if not shown:
-            return TensorDict({}, batch_size=[len(ids)]), np.ones(len(ids), bool)
+            return TensorDict({}, batch_size=[len(ids)], device="cpu"), np.ones(len(ids), bool)
         if self._columns is None:
             self._columns = _native(self._buffer.schema, shown)  # type: ignore[arg-type]
         arrays = [np.zeros((len(ids), *c.shape), c.numpy) for c in shown]
@@ -85,7 +87,7 @@ class Reader:
             arrays, ids = [a[valid] for a in arrays], ids[valid]
         self._count(ids)
         tensors = (as_tensors(a, c.dtype) for a, c in zip(arrays, shown, strict=True))
-        return TensorDict(nest([c.key for c in shown], tensors), batch_size=[len(ids)]), valid
+        return TensorDict(nest([c.key for c in shown], tensors), batch_size=[len(ids)], device="cpu"), valid
 
     # ---- how often rows were read -----------------------------------------------------------------------------------
 

@@ -496,11 +496,9 @@ class Storage:
 
         The time that data were on their way is taken where the environment variable RLIGHTNING_DEBUG is 1.
         """
-        lines = [
-            f"{name:28} count={t['count']:<3} total={t['total']:.6f}s avg={t['avg']:.6f}s"
-            for name, t in self.timing_raw.items()
-        ]
-        logger.debug("\n".join(["Buffer storage timing:", *lines]))
+        logger.debug("Buffer storage timing:")
+        for name, t in self.timing_raw.items():
+            logger.debug(f"{name:28} count={t['count']:<3} total={t['total']:.6f}s avg={t['avg']:.6f}s")
         if reset:
             self.timing_raw = {}
 

@@ -382,6 +382,26 @@ class TestReading:
         with pytest.raises(TypeError, match="'x'"):
             s["x"]
 
+    def test_what_is_overwritten_meanwhile_is_left_out_whole(self, make, monkeypatch):
+        s = make(6, unit="episode")
+        episode(s, 0, 3), episode(s, 10, 3)
+        found = s._reads._index.all
+
+        def then_overwritten():
+            out = found()
+            s.add_episode({**s[1], "observation": torch.arange(20.0, 23.0)})
+            return out
+
+        s[1]
+        with monkeypatch.context() as m:
+            m.setattr(s._reads._index, "all", lambda: (m.undo(), then_overwritten())[1])
+            assert seen(s) == [[10, 11, 12]]
+        with monkeypatch.context() as m:
+            m.setattr(s._reads._index, "all", lambda: (m.undo(), then_overwritten())[1])
+            with pytest.raises(IndexError, match="overwritten while they were read"):
+                s[0]
+        assert seen(s) == [[20, 21, 22], [20, 21, 22]]
+
     def test_reads_are_counted_by_slot(self, make):
         s = make(4)
         assert s.data_use_counter.tolist() == [-1] * 4
@@ -433,7 +453,8 @@ class TestTiming:
         with caplog.at_level(logging.DEBUG, "shmbuf.rlightning"):
             assert s.print_timing_summary() is None
         assert caplog.messages == [
-            f"Buffer storage timing:\ntruncate_one_episode         count=2   total={t['total']:.6f}s avg={t['avg']:.6f}s"
+            "Buffer storage timing:",
+            f"truncate_one_episode         count=2   total={t['total']:.6f}s avg={t['avg']:.6f}s",
         ]
         assert s.timing_raw
         s.print_timing_summary(reset=True)

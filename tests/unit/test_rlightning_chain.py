@@ -89,6 +89,9 @@ class TestPreprocess:
 
     def test_each_alone_is_enough(self):
         assert default_preprocess_fn({}, EnvRet("a", 1.0), None, *DEFAULTS)["observation"] == 1.0
+        assert default_preprocess_fn({}, EnvRet("a", 1.0)) == default_preprocess_fn(
+            {}, EnvRet("a", 1.0), None, *DEFAULTS
+        )
         assert default_preprocess_fn({"k": 0}, None, PolicyResponse("a", x=2), *DEFAULTS) == {"k": 0, "x": 2}
 
     def test_neither_or_of_different_environments_is_an_error(self):
