@@ -17,6 +17,7 @@ What holds of all of them:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -34,7 +35,8 @@ from shmbuf.schema import Column, Key, as_key, flatten, nest, show_key
 
 SEPARATOR = "/"
 _ORDER = "__trajectory__"  # int64 a row: which trajectory, numbered in the order of their last rows
-_TERMINATED, _TRUNCATED, _DONE = _ENDS = tuple(("next", name) for name in ("terminated", "truncated", "done"))
+_TERMINATED, _TRUNCATED, _DONE = ("next", "terminated"), ("next", "truncated"), ("next", "done")
+_ENDS: tuple[Key, ...] = (_TERMINATED, _TRUNCATED, _DONE)
 _LEROBOT_OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # LeRobot's DEFAULT_FEATURES
 
 
@@ -309,7 +311,7 @@ def _episode(kind: Any, part: Mapping[Key, np.ndarray], ended: bool, i: int) -> 
             after = part[("next", *key)]
             x, y = after[:-1], a[1:]
             differ = (x != y) & ~((x != x) & (y != y))  # NaN is the same as NaN
-            other = np.flatnonzero(differ.reshape(n - 1, -1).any(1)) if n > 1 else ()
+            other = np.flatnonzero(differ.any(axis=tuple(range(1, differ.ndim))))
             if len(other):
                 raise ValueError(
                     f"trajectory {i}, row {other[0]} of {n}: {show_key(('next', *key))} is not the following row's "
@@ -444,14 +446,20 @@ def to_lerobot(
     about = {"use_videos": False, **about}
     dataset, n = kind.create(repo_id=repo_id, fps=fps, features=features, root=root, **about), 0
     try:
-        for part in itertools.chain([first], parts):
-            arrays = {name: part[k].reshape(len(part[k]), *features[name]["shape"]) for k, name in names.items()}
-            for i in range(len(next(iter(arrays.values())))):
-                dataset.add_frame({**{name: a[i] for name, a in arrays.items()}, "task": task})
-                n += 1
-            dataset.save_episode()
+        try:
+            for part in itertools.chain([first], parts):
+                arrays = {name: part[k].reshape(len(part[k]), *features[name]["shape"]) for k, name in names.items()}
+                for i in range(len(next(iter(arrays.values())))):
+                    dataset.add_frame({**{name: a[i] for name, a in arrays.items()}, "task": task})
+                    n += 1
+                dataset.save_episode()
+        finally:
+            if dataset.image_writer is not None:  # threads that about asks for
+                dataset.stop_image_writer()
         dataset.finalize()
     except BaseException as e:
+        with contextlib.suppress(Exception):  # otherwise its end would write into the folder
+            dataset.finalize()
         shutil.rmtree(dataset.root, ignore_errors=True)  # create() made it
         if not isinstance(e, (ValueError, TypeError)):
             raise

@@ -375,7 +375,8 @@ ROBOT = {
 def test_lerobot_there_and_back(make, lerobot, tmp_path):
     a, b = make(schema=ROBOT), make(schema=ROBOT)
     play(a, ROBOT, ends=("terminated", None, "terminated"))
-    assert datasets.to_lerobot(a, "me/game", root=tmp_path / "x", fps=10, task="play", robot_type="arm") == 15
+    about = {"robot_type": "arm", "image_writer_threads": 2}
+    assert datasets.to_lerobot(a, "me/game", root=tmp_path / "x", fps=10, task="play", **about) == 15
     data = lerobot.LeRobotDataset("me/game", root=tmp_path / "x")
     assert (data.num_episodes, data.num_frames, data.fps, data.meta.robot_type) == (3, 15, 10, "arm")
     assert data[0]["task"] == "play"
@@ -415,6 +416,9 @@ def test_lerobot_some_features_and_episodes(make, lerobot, tmp_path):
     assert (c.window, d.window) == ((0, 5), (0, 5))
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # LeRobot's own, of what it could not write
 def test_lerobot_leaves_nothing_behind(make, lerobot, tmp_path):
     a, root = make(schema=ROBOT), tmp_path / "x"
     with pytest.raises(RuntimeError, match="no trajectory to write"):
