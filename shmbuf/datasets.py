@@ -74,8 +74,9 @@ def _put(buf: Buffer, parts: Iterable[Mapping[Key, np.ndarray]], what: str) -> i
             try:
                 n += len(writer.extend(nest(leaves.keys(), leaves.values()), stream=None if unnamed else i))
             except SchemaError as e:
-                before = f" Of it {n:,} rows, the {i:,} episodes before, are in." if n else ""
-                raise SchemaError(f"{what} does not fit buffer {buf.name!r}:{before} {e}") from None
+                which = f"episode {i} of {what}" if n else what
+                before = f" (the {n:,} rows of those before it are in)" if n else ""
+                raise SchemaError(f"{which} does not fit buffer {buf.name!r}{before}: {e}") from None
     if n > buf.capacity:
         warnings.warn(
             f"{what} has {n:,} rows, buffer {buf.name!r} room for {buf.capacity:,}: the last ones put are there, the others overwritten",

@@ -228,23 +228,47 @@ def test_what_is_missing_is_said(make, tmp_path, monkeypatch):
 # ---- Minari ------------------------------------------------------------------------------------------------------------
 
 
-def test_minari_episodes_become_trajectories(make):
+def standing_in(*lengths, dtype="f4"):
+    """What `from_minari` reads of a data set, for spaces that rows cannot be written from."""
     episodes = [
         types.SimpleNamespace(
             observations=(np.arange(n + 1, dtype="f4")[:, None] + 100 * n, np.arange(n + 1)),
             actions=np.arange(n),
-            rewards=np.ones(n),
+            rewards=np.ones(n, "f4" if n == lengths[0] else dtype),
             terminations=np.arange(n) == n - 1,
             truncations=np.zeros(n, bool),
         )
-        for n in (4, 6)
+        for n in lengths
     ]
+    return types.SimpleNamespace(iterate_episodes=lambda: iter(episodes))
+
+
+def test_minari_episodes_become_trajectories(make):
     buf = make(schema=None)
-    assert datasets.from_minari(buf, types.SimpleNamespace(iterate_episodes=lambda: iter(episodes))) == 10
+    assert datasets.from_minari(buf, standing_in(4, 6)) == 10
     assert sorted((t.rows, t.ended) for t in buf.trajectories()) == [(4, True), (6, True)]
     rows = buf.gather(np.arange(10))
     for item in ("0", "1"):  # of a tuple
         assert (rows["next"]["observation"][item] - rows["observation"][item] == 1).all()
+
+
+def test_a_later_episode_that_does_not_fit(make):
+    buf = make(schema=None)
+    with pytest.raises(
+        SchemaError, match=r"(?s)episode 1 of .* \(the 4 rows of those before it are in\).*float64\[\]"
+    ) as e:
+        datasets.from_minari(buf, standing_in(4, 6, dtype="f8"))
+    assert buf.name in str(e.value)
+    assert [t.rows for t in buf.trajectories()] == [4]
+
+
+def test_rows_that_carry_their_trajectory(make, ways):
+    to, back, path = ways
+    schema = {"episode": "int64", "k": "int64"}
+    a, b = make(schema=schema), make(schema=schema)
+    a.extend({"episode": np.array([0, 0, 1, 1, 1, 2]), "k": np.arange(6)})
+    assert to(a, path) == back(b, path) == 6
+    assert [k for k, _ in runs(b)] == [k for k, _ in runs(a)] == [[0, 1], [2, 3, 4], [5]]
 
 
 @pytest.mark.parametrize("schema", [TED, NESTED], ids=["flat", "nested"])
