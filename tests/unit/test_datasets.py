@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari", "ignore::U
 STEPS = {"k": "int64", "obs": ("float32", (3,)), "next": {"done": "bool"}}
 ENDS = {"reward": ("float32", (1,)), "terminated": ("bool", (1,)), "truncated": ("bool", (1,)), "done": ("bool", (1,))}
 TED = {"observation": ("float32", (3,)), "action": "int64", "next": {"observation": ("float32", (3,)), **ENDS}}
-TREE = {"position": ("float64", (2,)), "hand": {"open": "bool", "image": ("uint8", (8, 8, 3))}}
+TREE = {"position": ("float64", (2,)), "hand": {"open": "bool", "image": ("uint8", (32, 32, 3))}}
 NESTED = {"observation": TREE, "action": {"arm": ("float32", (2,))}, "next": {"observation": TREE, **ENDS}}
 
 
@@ -312,18 +312,27 @@ def test_minari_marks_what_is_not_over(make, minari):
     assert sorted((t.rows, t.ended) for t in b.trajectories()) == [(4, True), (4, True), (5, True)]
 
 
-def test_minari_takes_one_end_key(make, minari):
-    for i, (key, told) in enumerate(
-        (("done", "terminations"), ("terminated", "terminations"), ("truncated", "truncations"))
-    ):
-        next_ = {"observation": "float32", "reward": "float32", key: "bool"}
-        a, b = (make(schema={"observation": "float32", "action": "int64", "next": next_}) for _ in range(2))
-        play(a, {"observation": "float32", "action": "int64", "next": next_}, ends=(key,))
-        datasets.to_minari(a, f"end{i}-v0")
-        (e,) = minari.load_dataset(f"end{i}-v0").iterate_episodes()
-        assert getattr(e, told).tolist() == [False] * 3 + [True]
-        datasets.from_minari(b, f"end{i}-v0")
-        assert contents(b) == contents(a)
+@pytest.mark.parametrize(
+    ("has", "ends_with", "told"),
+    [
+        (["done"], "done", "terminations"),
+        (["terminated"], "terminated", "terminations"),
+        (["truncated"], "truncated", "truncations"),
+        (["terminated", "done"], "done", "truncations"),
+        (["truncated", "done"], "done", "terminations"),
+    ],
+)
+def test_minari_takes_some_end_keys(make, minari, has, ends_with, told):
+    next_ = {"observation": "float32", "reward": "float32", **dict.fromkeys(has, "bool")}
+    schema = {"observation": "float32", "action": "int64", "next": next_}
+    a, b = make(schema=schema), make(schema=schema)
+    play(a, schema, ends=(ends_with,))
+    datasets.to_minari(a, "x-v0")
+    (e,) = minari.load_dataset("x-v0").iterate_episodes()
+    assert getattr(e, told).tolist() == [False] * 3 + [True]
+    assert (e.terminations | e.truncations).sum() == 1 == e.terminations.sum() + e.truncations.sum()
+    assert datasets.from_minari(b, "x-v0") == 4
+    assert contents(b) == contents(a)
 
 
 def test_what_is_no_minari_episode(make, minari, tmp_path):
@@ -473,6 +482,22 @@ def test_lerobot_leaves_nothing_behind(make, lerobot, tmp_path):
     with pytest.raises(FileExistsError):
         datasets.to_lerobot(a, "me/game", root=root, fps=10, task="play")
     assert root.exists()
+
+
+def test_lerobot_images_of_others(make, lerobot, tmp_path):
+    """Whose feature does not say which dimension is the channels."""
+    features = {"cam": {"dtype": "image", "shape": (3, 6, 8), "names": None}}
+    frames = np.random.default_rng(0).integers(0, 256, (4, 3, 6, 8), np.uint8)
+    data = lerobot.LeRobotDataset.create("me/x", fps=5, features=features, root=tmp_path / "x", use_videos=False)
+    for frame in frames:
+        data.add_frame({"cam": frame, "task": "t"})
+    data.save_episode()
+    data.finalize()
+    buf = make(schema=None)
+    assert datasets.from_lerobot(buf, "me/x", root=tmp_path / "x") == 4
+    rows = buf.gather(np.arange(4))
+    assert rows["cam"].dtype == np.uint8 and (rows["cam"] == frames).all()
+    assert rows["next"]["done"].tolist() == [[False], [False], [False], [True]]
 
 
 def test_lerobot_text_video_and_unfinished_are_refused(make, lerobot, tmp_path):
