@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import re
 import shutil
 import warnings
 import zipfile
@@ -246,9 +247,13 @@ def to_minari(
         ImportError: says what to install. RuntimeError: no trajectory to write, or the buffer keeps none.
         SchemaError: columns that Minari has no place for, or that it needs and are not there.
         ValueError: an observation that is not the one before's next, or ``done`` where a row is neither terminated nor truncated: names
-        the trajectory and row; an id that is taken. Nothing was written.
+        the trajectory and row; an id that is none, or taken. Nothing was written.
     """
     minari = _library("minari", "pip install shmbuf[datasets]")
+    for needed in ("PIL", "h5py") if about.get("data_format") is None else ("PIL",):  # which minari misses too late
+        _library(needed, "pip install shmbuf[datasets]")
+    if not re.fullmatch(r"([-\w]+/)*[-\w.]+-v\d+", dataset_id):  # for another one Minari makes a folder first
+        raise ValueError(f"dataset_id={dataset_id!r}: an id is (namespace/)(env/)name-v0")
     columns = {c.key: c for c in _chosen(buf, keys)}
     _require_minari(columns)
     buf.require_trajectories()

@@ -368,11 +368,26 @@ def test_what_is_no_minari_episode(make, minari, tmp_path):
     odd.edit(np.array([0]), {"next": {"truncated": np.ones((1, 1), bool)}})
     with pytest.raises(ValueError, match=r"row 0 of 4: done=False where terminated=False and truncated=True"):
         datasets.to_minari(odd, "x-v0")
+    for name in ("bad id!", "", "x", "x-v", "../x-v0", "/x-v0"):
+        with pytest.raises(ValueError, match="an id is"):
+            datasets.to_minari(odd, name)
+    with pytest.raises(RuntimeError, match="keeps no trajectories"):
+        datasets.to_minari(make(schema=TED, trajectories=False), "x-v0")
     with pytest.raises(RuntimeError, match="no trajectory to write"):
         datasets.to_minari(make(schema=TED), "x-v0")
     with pytest.raises(RuntimeError, match="no schema"):
         datasets.to_minari(make(schema=None), "x-v0")
-    assert not (tmp_path / "minari" / "x-v0").exists()
+    assert not (tmp_path / "minari").exists()
+
+
+def test_minari_leaves_out_a_lost_beginning_if_told(make, minari):
+    a = make(7, schema=TED)
+    rng = np.random.default_rng(0)
+    for n in (5, 4):  # two rows of the first are overwritten
+        a.extend(episode(TED, n, "terminated", rng))
+    assert [(t.rows, t.head_missing) for t in a.trajectories()] == [(3, True), (4, False)]
+    assert datasets.to_minari(a, "all-v0") == 7
+    assert datasets.to_minari(a, "whole-v0", incomplete=False) == 4
 
 
 def test_minari_columns_by_name_and_a_taken_id(make, minari):
