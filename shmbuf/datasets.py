@@ -9,7 +9,7 @@ What holds of all of them:
   go out as their raw bits, and come back into a column of that dtype.
 - In: every episode is a stream of its own, so trajectories, slices and queries see the boundaries that the file has. Dtypes are never
   converted. What does not fit the buffer's schema is a SchemaError that names the file, the buffer and every difference, and nothing is
-  put. A buffer without a schema gets that of the first episode.
+  put (where a later episode differs from the first, it says what is in already). A buffer without a schema gets that of the first episode.
 - More rows than the buffer's capacity: they are put in the file's order like any others, so the last ones stay, the oldest (also rows
   that were in the buffer before) are overwritten, and a UserWarning says so.
 - A file that cannot be read to its end raises its library's error; the episodes before are in the buffer.
@@ -252,7 +252,7 @@ def to_minari(
     minari = _library("minari", "pip install shmbuf[datasets]")
     for needed in ("PIL", "h5py") if about.get("data_format") is None else ("PIL",):  # which minari misses too late
         _library(needed, "pip install shmbuf[datasets]")
-    if not re.fullmatch(r"([-\w]+/)*[-\w.]+-v\d+", dataset_id):  # for another one Minari makes a folder first
+    if not re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id):  # for another one Minari makes a folder first
         raise ValueError(f"dataset_id={dataset_id!r}: an id is (namespace/)(env/)name-v0")
     columns = {c.key: c for c in _chosen(buf, keys)}
     _require_minari(columns)

@@ -368,7 +368,7 @@ def test_what_is_no_minari_episode(make, minari, tmp_path):
     odd.edit(np.array([0]), {"next": {"truncated": np.ones((1, 1), bool)}})
     with pytest.raises(ValueError, match=r"row 0 of 4: done=False where terminated=False and truncated=True"):
         datasets.to_minari(odd, "x-v0")
-    for name in ("bad id!", "", "x", "x-v", "../x-v0", "/x-v0"):
+    for name in ("bad id!", "", "x", "x-v", "../x-v0", "/x-v0", "a/x-v0", "x.y-v0"):
         with pytest.raises(ValueError, match="an id is"):
             datasets.to_minari(odd, name)
     with pytest.raises(RuntimeError, match="keeps no trajectories"):
