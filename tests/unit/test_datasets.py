@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shmbuf import datasets
 from shmbuf.errors import SchemaError
-from shmbuf.schema import flatten, nest
+from tests.unit.helpers_datasets import NESTED, TED, contents, episode, play
 
 # Minari recommends an author, a description, …
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari", "ignore::UserWarning:lerobot")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari")
 
 STEPS = {"k": "int64", "obs": ("float32", (3,)), "next": {"done": "bool"}}
-ENDS = {"reward": ("float32", (1,)), "terminated": ("bool", (1,)), "truncated": ("bool", (1,)), "done": ("bool", (1,))}
-TED = {"observation": ("float32", (3,)), "action": "int64", "next": {"observation": ("float32", (3,)), **ENDS}}
-TREE = {"position": ("float64", (2,)), "hand": {"open": "bool", "image": ("uint8", (32, 32, 3))}}
-NESTED = {"observation": TREE, "action": {"arm": ("float32", (2,))}, "next": {"observation": TREE, **ENDS}}
 
 
 def fill(buf) -> None:
@@ -33,61 +28,11 @@ def runs(buf, key="k") -> list:
     return sorted((buf.gather(buf.trajectory(t.end))[key].tolist(), t.ended) for t in buf.trajectories())
 
 
-def some(rng, dtype, shape):
-    if dtype == "bool":
-        return rng.integers(0, 2, shape).astype(bool)
-    return rng.integers(0, 256, shape).astype(dtype) if "int" in dtype else rng.normal(size=shape).astype(dtype)
-
-
-def episode(schema, n, how, rng) -> dict:
-    """n steps whose next observations are the following ones; how: the end key that the last one has, or None."""
-    leaves = {}
-    for key, spec in flatten(schema, is_node=lambda v: isinstance(v, dict)).items():
-        dtype, shape = spec if isinstance(spec, tuple) else (spec, ())
-        leaves[key] = some(rng, dtype, (n + 1, *shape))
-    for key in list(leaves):
-        if key[:2] == ("next", "observation"):
-            leaves[key] = leaves[key[1:]][1:]
-    for key in leaves:
-        if key[-1] in ("terminated", "truncated", "done"):
-            leaves[key][:] = False
-            if how and key[-1] in (how, "done"):
-                leaves[key][n - 1] = True
-        leaves[key] = leaves[key][:n]
-    return nest(leaves.keys(), leaves.values())
-
-
-def play(buf, schema=TED, ends=("terminated", "truncated", "terminated")) -> None:
-    """Episodes of 4, 5, … rows, each step by step in a stream of its own, so that their rows lie between one another."""
-    rng = np.random.default_rng(1)
-    games = [episode(schema, 4 + i, how, rng) for i, how in enumerate(ends)]
-    for t in range(4 + len(ends)):
-        for i, game in enumerate(games):
-            if t < 4 + i:
-                leaves = {k: a[t : t + 1] for k, a in flatten(game).items()}
-                buf.extend(nest(leaves.keys(), leaves.values()), stream=i)
-
-
-def contents(buf) -> list:
-    """Every trajectory with all of its rows, comparable, in one order."""
-    out = []
-    for t in buf.trajectories():
-        leaves = flatten(buf.gather(buf.trajectory(t.end)))
-        out.append((t.ended, {k: (a.dtype.name, a.shape, a.tobytes()) for k, a in leaves.items()}))
-    return sorted(out, key=lambda x: sorted(x[1].items()))
-
-
 @pytest.fixture
 def minari(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     pytest.importorskip("minari.dataset._storages.hdf5_storage")
     return pytest.importorskip("minari")
-
-
-@pytest.fixture
-def lerobot(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return pytest.importorskip("lerobot.datasets.lerobot_dataset")
 
 
 # ---- npz, HDF5 -------------------------------------------------------------------------------------------------------
@@ -403,140 +348,3 @@ def test_minari_columns_by_name_and_a_taken_id(make, minari):
         datasets.from_minari(a, "x-v0")
     assert "x-v0" in str(e.value) and a.name in str(e.value) and "'extra' is missing" in str(e.value)
     assert a.window == (0, 15)
-
-
-# ---- LeRobot -----------------------------------------------------------------------------------------------------------
-
-ROBOT = {
-    "observation": {
-        "state": ("float64", (3,)),
-        "images": {"top": ("uint8", (3, 6, 8)), "side": ("uint8", (6, 8, 3)), "square": ("uint8", (3, 3, 3))},
-        "grid": ("int16", (2, 3)),
-        "depth": ("uint8", (1, 4, 4)),
-        "mass": "float64",
-    },
-    "action": ("float32", (2,)),
-    "next": {"reward": ("float32", (1,)), "done": ("bool", (1,)), "terminated": "bool"},
-}
-
-
-def test_lerobot_there_and_back(make, lerobot, tmp_path):
-    a, b = make(schema=ROBOT), make(schema=ROBOT)
-    play(a, ROBOT, ends=("terminated", None, "terminated"))
-    about = {"robot_type": "arm", "image_writer_threads": 2}
-    assert datasets.to_lerobot(a, "me/game", root=tmp_path / "x", fps=10, task="play", **about) == 15
-    data = lerobot.LeRobotDataset("me/game", root=tmp_path / "x")
-    assert (data.num_episodes, data.num_frames, data.fps, data.meta.robot_type) == (3, 15, 10, "arm")
-    assert data[0]["task"] == "play"
-    assert data[0]["observation.images.top"].shape == data[0]["observation.images.side"].shape == (3, 6, 8)
-    assert datasets.from_lerobot(b, data) == 15
-    assert contents(b) == contents(a)
-    assert sorted((t.rows, t.ended) for t in b.trajectories()) == [(4, True), (5, False), (6, True)]
-
-
-def test_lerobot_some_features_and_episodes(make, lerobot, tmp_path):
-    a = make(schema=ROBOT)
-    play(a, ROBOT)
-    keys = [("observation", "state"), "action"]
-    assert datasets.to_lerobot(a, "me/game", root=tmp_path / "x", fps=10, task="play", keys=keys) == 15
-    b = make(schema=None)
-    assert datasets.from_lerobot(b, "me/game", root=tmp_path / "x") == 15
-    assert set(b.schema.keys) == {
-        ("observation", "state"),
-        ("action",),
-        ("next", "done"),
-    }  # which the file does not have
-    assert sorted((t.rows, t.ended) for t in b.trajectories()) == [(4, True), (5, True), (6, True)]
-    c = make(schema={"action": ("float32", (2,)), "frame_index": "int64"}, trajectories=True)
-    data = lerobot.LeRobotDataset("me/game", root=tmp_path / "x", episodes=[1])
-    assert datasets.from_lerobot(c, data, keys=["action", "frame_index"]) == 5
-    assert c.gather(np.arange(5))["frame_index"].tolist() == [0, 1, 2, 3, 4]
-    d = make(
-        schema={"action": ("float32", (2,)), "observation": {"state": ("float64", (3,))}, "frame_index": "int64"},
-        trajectories=True,
-    )
-    assert datasets.from_lerobot(d, data) == 5
-    with pytest.raises(SchemaError, match="no feature 'nothing'"):
-        datasets.from_lerobot(d, data, keys=["nothing"])
-    with pytest.raises(SchemaError) as e:
-        datasets.from_lerobot(c, data, keys=["observation.state"])
-    assert "me/game" in str(e.value) and c.name in str(e.value)
-    assert (c.window, d.window) == ((0, 5), (0, 5))
-
-
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # LeRobot's own, of what it could not write
-def test_lerobot_leaves_nothing_behind(make, lerobot, tmp_path):
-    a, root = make(schema=ROBOT), tmp_path / "x"
-    with pytest.raises(RuntimeError, match="no trajectory to write"):
-        datasets.to_lerobot(a, "me/game", root=root, fps=10, task="play")
-    play(a, ROBOT)
-    with pytest.raises(ValueError, match="fps=0"):
-        datasets.to_lerobot(a, "me/game", root=root, fps=0, task="play")
-    with pytest.raises(ValueError, match="task=None"):
-        datasets.to_lerobot(a, "me/game", root=root, fps=10, task=None)
-    flat = {"x": ("float64", (2, 2)), "next": {"done": "bool"}}
-    c = make(schema=flat)
-    for i, n in enumerate((1, 4)):  # more than LeRobot's statistics can take
-        c.extend({"x": np.ones((n, 2, 2)), "next": {"done": np.arange(n) == n - 1}}, stream=i)
-    with pytest.raises(RuntimeError, match="LeRobot could not write the episode that ends with row 5"):
-        datasets.to_lerobot(c, "me/game", root=root, fps=10, task="play")
-    for key, spec in (
-        ("a.b", "bool"),
-        ("timestamp", "float32"),
-        ("task", "bool"),
-        ("z", "complex64"),
-        ("w", ("int8", (1,) * 6)),
-    ):
-        b = make(schema={key: spec, "next": {"done": "bool"}})
-        with pytest.raises(SchemaError, match=f"'{key}'"):
-            datasets.to_lerobot(b, "me/game", root=root, fps=10, task="play")
-    assert not root.exists()
-    Path(root).mkdir()
-    with pytest.raises(FileExistsError):
-        datasets.to_lerobot(a, "me/game", root=root, fps=10, task="play")
-    assert root.exists()
-
-
-def test_lerobot_images_of_others(make, lerobot, tmp_path):
-    """Whose feature does not say which dimension is the channels."""
-    features = {"cam": {"dtype": "image", "shape": (3, 6, 8), "names": None}}
-    frames = np.random.default_rng(0).integers(0, 256, (4, 3, 6, 8), np.uint8)
-    data = lerobot.LeRobotDataset.create("me/x", fps=5, features=features, root=tmp_path / "x", use_videos=False)
-    for frame in frames:
-        data.add_frame({"cam": frame, "task": "t"})
-    data.save_episode()
-    data.finalize()
-    buf = make(schema=None)
-    assert datasets.from_lerobot(buf, "me/x", root=tmp_path / "x") == 4
-    rows = buf.gather(np.arange(4))
-    assert rows["cam"].dtype == np.uint8 and (rows["cam"] == frames).all()
-    assert rows["next"]["done"].tolist() == [[False], [False], [False], [True]]
-
-
-def test_lerobot_text_video_and_unfinished_are_refused(make, lerobot, tmp_path):
-    features = {
-        "action": {"dtype": "float32", "shape": (2,), "names": None},
-        "words": {"dtype": "string", "shape": (1,), "names": None},
-    }
-    data = lerobot.LeRobotDataset.create("me/x", fps=5, features=features, root=tmp_path / "x")
-    for _ in range(3):
-        data.add_frame({"action": np.zeros(2, "f4"), "words": "hello", "task": "t"})
-    data.save_episode()
-    buf = make(schema=None)
-    with pytest.raises(ValueError, match="has 3 frames, of which 0 can be read: finalize"):
-        datasets.from_lerobot(buf, data, keys=["action"])
-    data.finalize()
-    data = lerobot.LeRobotDataset("me/x", root=tmp_path / "x")
-    with pytest.raises(ValueError, match="'words' is string"):
-        datasets.from_lerobot(buf, data)
-    assert buf.schema is None
-    assert datasets.from_lerobot(buf, data, keys=["action"]) == 3
-    film = {
-        "action": features["action"],
-        "cam": {"dtype": "video", "shape": (8, 8, 3), "names": ["height", "width", "channels"]},
-    }
-    data = lerobot.LeRobotDataset.create("me/y", fps=5, features=film, root=tmp_path / "y")
-    with pytest.raises(ValueError, match=r"'cam' is video.*keys="):
-        datasets.from_lerobot(buf, data)
