@@ -32,7 +32,8 @@ def lerobot(monkeypatch):
 
 
 class Table:
-    """What `from_lerobot` asks of a `datasets.Dataset`, over arrays: numpy's formatter decodes images and drops a dimension of one."""
+    """What `from_lerobot` asks of a `datasets.Dataset`, over arrays. Images are decoded, dimensions of one are dropped, and floats are float32
+    unless a dtype is given, as numpy's formatter has it."""
 
     def __init__(self, columns, dtype=None):
         self.columns, self.dtype = columns, dtype
@@ -49,7 +50,7 @@ class Table:
     def __getitem__(self, at):
         if isinstance(at, str):
             return self.columns[at]
-        return {k: a[at] if self.dtype is None else a[at].astype(self.dtype) for k, a in self.columns.items()}
+        return {k: a[at].astype(self.dtype or ("f4" if a.dtype == "f8" else a.dtype)) for k, a in self.columns.items()}
 
 
 def standing_in(features, **columns):
@@ -88,6 +89,71 @@ def test_frames_become_rows(make):
     with pytest.raises(SchemaError, match=f"'me/it' does not fit buffer '{b.name}'"):
         datasets.from_lerobot(b, data, keys=["cam"])
     assert b.window == (0, 7)
+
+
+class Recorder:
+    """Of a LeRobotDataset, what `to_lerobot` calls; it fails at the frame it is told to fail at."""
+
+    image_writer = None
+
+    def __init__(self, fail_at=None):
+        self.fail_at, self.frames, self.episodes, self.final = fail_at, [], [], False
+
+    def create(self, *, root, **about):
+        self.root, self.about = root, about
+        root.mkdir()
+        return self
+
+    def add_frame(self, frame):
+        if sum(self.episodes) + len(self.frames) == self.fail_at:
+            raise ValueError("it will not")
+        self.frames.append(frame)
+
+    def save_episode(self):
+        self.episodes.append(len(self.frames))
+        self.frames.clear()
+
+    def finalize(self):
+        self.final = True
+
+
+def test_rows_become_frames(make, monkeypatch, tmp_path):
+    buf, to = make(schema=ROBOT), Recorder()
+    play(buf, ROBOT)
+    monkeypatch.setattr(datasets, "_lerobot", lambda: to)
+    assert datasets.to_lerobot(buf, "me/it", root=tmp_path / "x", fps=10, task="play", robot_type="arm") == 15
+    assert (to.episodes, to.final) == ([4, 5, 6], True)
+    features = to.about.pop("features")
+    assert to.about == {"repo_id": "me/it", "fps": 10, "use_videos": False, "robot_type": "arm"}
+    assert features["observation.images.top"]["names"] == ["channels", "height", "width"]
+    assert features["observation.images.side"]["names"] == ["height", "width", "channels"]
+    assert features["observation.depth"] == {"dtype": "uint8", "shape": (1, 4, 4), "names": None}
+    assert features["next.terminated"] == {"dtype": "bool", "shape": (1,), "names": None}
+
+    to = Recorder(fail_at=7)
+    with pytest.raises(RuntimeError, match=r"ends with row 7 of .*: it will not.*is removed"):
+        datasets.to_lerobot(buf, "me/it", root=tmp_path / "y", fps=10, task="play")
+    assert not (tmp_path / "y").exists()
+    for key, spec in (("timestamp", "float32"), ("a.b", "bool"), ("z", "complex64")):
+        with pytest.raises(SchemaError, match=f"'{key}'"):
+            datasets.to_lerobot(make(schema={key: spec}), "me/it", root=tmp_path / "y", fps=10, task="play")
+    assert not (tmp_path / "y").exists()
+
+
+def test_features_that_lerobot_counts_itself_come_if_there_is_room_for_them(make):
+    data = standing_in(
+        {"action": ("int64", (1,)), "index": ("int64", (1,))},
+        action=np.arange(4),
+        index=np.arange(4),
+        episode_index=np.zeros(4),
+    )
+    a, b = make(schema=None), make(schema={"action": "int64", "index": "int64"}, trajectories=True)
+    assert datasets.from_lerobot(a, data) == datasets.from_lerobot(b, data) == 4
+    assert set(a.schema.keys) == {("action",), ("next", "done")}
+    assert b.gather(np.arange(4))["index"].tolist() == [0, 1, 2, 3]
+    data.num_frames = 5
+    with pytest.raises(ValueError, match="has 5 frames, of which 4 can be read"):
+        datasets.from_lerobot(a, data)
 
 
 def test_flags_of_the_data_set_are_kept(make):
