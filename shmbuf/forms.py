@@ -67,9 +67,9 @@ def take_apart(data: Any, single: bool) -> Rows:
             raise SchemaError(
                 f"got batch size {list(td.batch_size)}: {'add() takes one row, []' if single else 'extend() takes [n]'}"
             )
-        td_leaves: dict[Key, Any] = {}
-        td_leaves.update(_collection(td))
-        return Rows(["tensorclass", kind.__module__, kind.__qualname__], td_leaves, -1 if single else td.batch_size[0])
+        return Rows(
+            ["tensorclass", kind.__module__, kind.__qualname__], collected(td), -1 if single else td.batch_size[0]
+        )
     leaves: dict[Key, Any] = {}
     form = _walk(data, (), single, leaves)
     if single:
@@ -81,7 +81,8 @@ def take_apart(data: Any, single: bool) -> Rows:
     return Rows(form, leaves, len(next(iter(leaves.values()))))
 
 
-def _collection(td: TensorDictBase) -> dict[Key, Any]:
+def collected(td: TensorDictBase) -> dict[Key, Any]:
+    """Its leaves, as `Rows` has them."""
     from shmbuf.tensors import tensor_leaves
 
     values: dict[Key, Any] = {}
