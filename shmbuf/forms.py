@@ -42,9 +42,11 @@ def _parts(data: Any) -> tuple[Form, list[tuple[str, Any]]] | None:
     """A node's form, without those below it, and what it holds by name; None: a leaf."""
     if isinstance(data, Mapping):
         for name in data:
-            if not isinstance(name, str):
-                raise SchemaError(f"key {name!r}: the keys of a dict to store are str")
-        return ["dict", list(data)], list(data.items())
+            if type(name) is not int and not isinstance(name, str):
+                raise SchemaError(f"key {name!r}: the keys of a dict to store are str or int")
+            if type(name) is int and (str(name) in data or not -(2**63) <= name < 2**63):
+                raise SchemaError(f"key {name!r}: also as a str, by which a column is named, or more than 64 bits")
+        return ["dict", list(data)], [(str(name), x) for name, x in data.items()]
     if _is_namedtuple(data):
         kind = type(data)
         return ["namedtuple", kind.__module__, kind.__qualname__, list(data._fields)], list(
@@ -188,7 +190,7 @@ def _join(form: Form, td: TensorDictBase, key: Key) -> Any:
             return leaf.tolist()
         return leaf.numpy() if kind == "array" else leaf
     if kind == "dict":
-        return {name: _join(f, td, (*key, name)) for name, f in zip(form[1], form[2], strict=True)}
+        return {name: _join(f, td, (*key, str(name))) for name, f in zip(form[1], form[2], strict=True)}
     if kind == "namedtuple":
         _, module, name, fields, forms = form
         parts = [_join(f, td, (*key, field)) for field, f in zip(fields, forms, strict=True)]

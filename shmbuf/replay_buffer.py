@@ -17,7 +17,7 @@ from shmbuf.face.state import State
 from shmbuf.limiter import Words, scaled
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import SAMPLERS, PrioritizedSampler, Sampler
-from shmbuf.samplers.sequences import UNITS, SampleUnit, checked_unit
+from shmbuf.samplers.sequences import SampleUnit, checked_unit, named, unit_of
 from shmbuf.schema import as_key
 from shmbuf.storage import ShmStorage
 from shmbuf.writers import WRITERS, Writer
@@ -141,7 +141,7 @@ class ReplayBuffer(State):
             "pin_memory": pin_memory,
             "sampler": [self._sampler.name, self._sampler.arguments()],
             "writer": [self._writer.name, self._writer.arguments()],
-            "sample_unit": None if self._unit is None else [self._unit.name, self._unit.arguments()],
+            "sample_unit": None if self._unit is None else named(self._unit) or [type(self._unit).__qualname__, {}],
         }
 
     def _set_ways(
@@ -174,10 +174,9 @@ class ReplayBuffer(State):
         try:
             kind, arguments = face.get("sampler", ["random", {}])
             self._sampler = sampler if sampler is not None else SAMPLERS[kind](**arguments)
-            named = face.get("sample_unit")
-            self._unit = unit if unit is not None or named is None else UNITS[named[0]](**named[1])
-            named = face.get("writer")
-            self._writer = cls._made_writer(None) if named is None else WRITERS[named[0]](**named[1])
+            self._unit = unit if unit is not None else unit_of(face.get("sample_unit"))
+            kept = face.get("writer")
+            self._writer = cls._made_writer(None) if kept is None else WRITERS[kept[0]](**kept[1])
             self._batch_size = positive(face.get("batch_size"))
             self._priority_key = tuple(face.get("priority_key") or ()) or None
             self._pin = bool(face.get("pin_memory")) and torch.cuda.is_available()

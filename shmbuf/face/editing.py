@@ -45,8 +45,10 @@ class ConditionalUpdateResult(NamedTuple):
         return len(self.updated) - self.updated_count - self.version_rejected_count
 
 
-def _of_rows(value: Any, c: Column, n: int, *, exact: bool = False) -> torch.Tensor:
-    """value as [n, *shape] of the column's dtype. exact: one for each row, nothing is repeated."""
+def _of_rows(
+    value: Any, c: Column, n: int, *, exact: bool = False, refused: type[Exception] = RuntimeError
+) -> torch.Tensor:
+    """value as [n, *shape] of the column's dtype. exact: one for each row, nothing is repeated. refused: what another shape raises."""
     dtype, shape = getattr(torch, c.dtype), (n, *c.shape)
     if not isinstance(value, torch.Tensor):
         value = torch.as_tensor(value)
@@ -56,13 +58,13 @@ def _of_rows(value: Any, c: Column, n: int, *, exact: bool = False) -> torch.Ten
             f"key {show_key(c.key)}: expected {c.dtype}, got {str(value.dtype).removeprefix('torch.')}. Nothing was changed."
         )
     if tuple(value.shape) == (n, *c.shape, 1) or (exact and tuple(value.shape) != shape):
-        raise RuntimeError(
+        raise refused(
             f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
         )
     try:
         return plain(c.key, value.expand(shape))
     except RuntimeError:
-        raise RuntimeError(
+        raise refused(
             f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
         ) from None
 
@@ -174,15 +176,21 @@ class Editing(Transforming):
         """Change rows that are still the ones that were sampled.
 
         Args:
-            index, generation: LongTensor[n]: ``batch["index"]`` and ``batch["row_id"] // capacity``.
-            patch: the keys to change, [n, *shape] each.
+            index, generation: LongTensor[n] (or of more dimensions, as ``extend`` returned the index): ``batch["index"]`` and
+                ``batch["row_id"] // capacity``. With ndim > 1 the index has ndim numbers for each row, in its last dimension.
+            patch: the keys to change, [n, *shape] each (or in the generation's shape).
             version_key: a column of one number a row, which is set to ``version`` ([n] or one number) where that is larger (or equal,
                 unless ``require_newer``); other rows are left alone. Of several for one row the largest, of equal ones the last, counts.
                 Calls of one process are compared in turn; between processes the comparison is with what was stored when the call began.
 
         Raises:
-            KeyError, ValueError, RuntimeError, SchemaError: in all cases nothing was changed.
+            KeyError, IndexError, ValueError, SchemaError: in all cases nothing was changed.
         """
+        index, generation = (
+            self._storage.slots_of(index) if self._storage.ndim > 1 else index,
+            torch.as_tensor(generation),
+        )
+        shape = generation.shape
         slots, generations = (torch.as_tensor(t).reshape(-1) for t in (index, generation))
         if len(slots) != len(generations):
             raise ValueError(
@@ -195,7 +203,9 @@ class Editing(Transforming):
         ids = generations.long().cpu().numpy() * capacity + slots.long().cpu().numpy()
         leaves = _leaves(patch)
         columns = [self._columns_of(k)[0] for k in leaves]
-        values = {c.key: _of_rows(leaves[c.key], c, n, exact=True) for c in columns}
+        values = {
+            c.key: _of_rows(_flat(leaves[c.key], shape, c), c, n, exact=True, refused=SchemaError) for c in columns
+        }
         with self._alone(self._timeout(None)):
             if version_key is None:
                 return ConditionalUpdateResult(torch.from_numpy(self._apply(ids, values)))
@@ -309,6 +319,13 @@ class Editing(Transforming):
         rows.fetch(np.ascontiguousarray(ids), done)
         at = self._storage.schema().keys.index(key)
         return rows._leaves[at].reshape(-1), done.astype(bool)
+
+
+def _flat(value: Any, shape: torch.Size, c: Column) -> Any:
+    """A value for rows of this shape, as one for rows in a line."""
+    if len(shape) != 1 and isinstance(value, torch.Tensor) and value.shape == (*shape, *c.shape):
+        return value.reshape(-1, *c.shape)
+    return value
 
 
 def _leaves(given: TensorDictBase | Mapping[Any, Any]) -> dict[Key, Any]:

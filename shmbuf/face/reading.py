@@ -85,7 +85,8 @@ class Reading(Transforming):
                 got = td.batch_size.numel()
             else:
                 td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=self._pin, **how)
-                got = td.batch_size.numel() // self._unit.rows_per_anchor
+                each = self._unit.rows_per_anchor
+                got = td.batch_size.numel() // each if each else n
         except BaseException:
             buffer.refund_samples(n)
             raise

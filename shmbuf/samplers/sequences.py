@@ -30,16 +30,27 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 class SampleUnit:
-    """Makes a batch of the rows that a sampler draws, the anchors. Travels with the buffer's name, as samplers do.
+    """Makes a batch of the rows that a sampler draws, the anchors. Those of this module travel with the buffer's name, as samplers
+    do. One of your own is a subclass with an `expand`; it travels by pickle, and `attach` has to be given it.
 
     Attributes:
         name: of the kind, in the segment. info_keys: what ``sample(return_info=True)`` gives besides the sampler's.
-        rows_per_anchor: of a batch.
+        rows_per_anchor: of a batch; 0: not known.
     """
 
     name: ClassVar[str]
-    info_keys: ClassVar[tuple[str, ...]] = ()
-    rows_per_anchor: int = 1
+    info_keys: tuple[str, ...] = ()
+    rows_per_anchor: int = 0
+
+    def expand(self, index: Any, info: dict[str, Any], storage: ShmStorage) -> tuple[Any, dict[str, Any]]:
+        """TorchRL's: the indices of the batch's rows, of those of the anchors, and what is to be said about each row.
+
+        Args:
+            index: LongTensor[n]; of a storage of more dimensions a tuple of one for each. info: what the sampler says about each anchor.
+
+        What is returned is read as ``storage[index]`` reads it: the rows that lie there then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no expand()")
 
     def arguments(self) -> dict[str, Any]:
         """What another process needs to rebuild it: numbers, strings, lists."""
@@ -61,7 +72,23 @@ class SampleUnit:
         **how: Any,
     ) -> TensorDictBase:
         """The batch of n anchors. Other arguments and errors: the sampler's."""
-        raise NotImplementedError
+        timeout = wait_for_rows(storage, timeout)
+        drawn = sampler.sample(storage, n, timeout=timeout, **how)
+        said = (k for k in sampler.info_keys if k not in ("index", "row_id"))
+        told = {k: t for k in said if (t := drawn.get(k, None)) is not None}
+        index = drawn.get("index")
+        if storage.ndim > 1:
+            index = storage.located(drawn).get("index").unbind(-1)
+        index, info = self.expand(index, dict(told), storage)
+        slots = (storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index)).reshape(-1).cpu().numpy()
+        ids_of = storage.buffer.ids_of
+        td = gather(storage, ids_of(slots), lambda bad: ids_of(slots[bad]), pin=pin)
+        each = {k: torch.as_tensor(v) for k, v in info.items() if k not in ("index", "row_id")}
+        each = {k: t for k, t in each.items() if t.ndim and len(t) == len(slots)}
+        for key, values in each.items():
+            td.set(key, values)
+        self.info_keys = tuple(k for k in each if k not in told)
+        return td if out is None else storage._copy_into(out, td)
 
     def numbered(self, td: TensorDictBase) -> TensorDictBase:
         """A batch that was put together of several, as if it had been drawn as one."""
@@ -75,6 +102,7 @@ class Transition(SampleUnit):
     """The anchors themselves."""
 
     name = "transition"
+    rows_per_anchor = 1
 
     def sample(self, sampler: Sampler, storage: ShmStorage, n: int, **how: Any) -> TensorDictBase:
         return sampler.sample(storage, n, **how)
@@ -300,6 +328,7 @@ class NStep(SampleUnit):
     """
 
     name = "nstep"
+    rows_per_anchor = 1
     info_keys = ("steps_to_next_obs", "bootstrap_discount")
 
     def __init__(self, n: int, gamma: float = 0.99, reward_key: Any = None):
@@ -394,10 +423,26 @@ UNITS: dict[str, type[SampleUnit]] = {c.name: c for c in (Transition, Sequence, 
 
 
 def checked_unit(unit: Any) -> SampleUnit:
-    if not isinstance(unit, SampleUnit) or not isinstance(unit, tuple(UNITS.values())):
+    if not isinstance(unit, SampleUnit) or (named(unit) is None and type(unit).expand is SampleUnit.expand):
         known = ", ".join(c.__name__ for c in UNITS.values())
-        raise TypeError(f"sample_unit is one of {known}, not {type(unit).__name__}")
+        raise TypeError(
+            f"sample_unit is one of {known}, or a SampleUnit with an expand() of its own, not {type(unit).__name__}"
+        )
     return unit
+
+
+def named(unit: SampleUnit) -> list[Any] | None:
+    """What a segment keeps of it; None: a class of the user's, which attaching does not import."""
+    return [unit.name, unit.arguments()] if type(unit) in UNITS.values() else None
+
+
+def unit_of(said: Any) -> SampleUnit | None:
+    """Out of what a segment says, or a pickle. Raises ValueError, KeyError, TypeError."""
+    if said is None or isinstance(said, SampleUnit):
+        return said
+    if said[0] not in UNITS:
+        raise ValueError(f"its sample unit is of class {said[0]}: attach(name, sample_unit=)")
+    return UNITS[said[0]](**said[1])
 
 
 def anchor_priorities(
