@@ -79,7 +79,7 @@ class State(Lifetime, Writing):
         not in it.
         """
         rows = priority = form = None
-        first, inner = 0, ()
+        first, inner = 0, tuple[int, ...]()
         if self.initialized:
             schema = self._storage.schema()
             form, inner = schema.form, schema.inner
