@@ -86,10 +86,11 @@ VERSIONED = {"v": "int64", "who": "int64", "pay": ("int64", (8,))}
 ROUNDS, ROWS = 200, 16
 
 
-def versioned(name: str, who: int, out) -> None:
-    """Says of every (row, version) whether it was this process's edit that was made."""
+def versioned(name: str, who: int, together, out) -> None:
+    """All say the same version at a time. Tells of every (row, version) whether it was this process's edit that was made."""
     buffer, mine = Buffer.attach(name), []
     for v in range(1, ROUNDS + 1):
+        together.wait(60)
         pay = np.full((ROWS, 8), v * 1000 + who)
         edit = {"v": np.full(ROWS, v), "who": np.full(ROWS, who), "pay": pay}
         made = buffer.edit(range(ROWS), edit, version="v", require_newer=True, timeout=60)
@@ -100,10 +101,10 @@ def versioned(name: str, who: int, out) -> None:
 
 def test_each_version_of_a_row_is_one_process_s(unique_name):
     context = multiprocessing.get_context("fork")
-    out = context.Queue()
+    out, together = context.Queue(), context.Barrier(3)
     with Buffer.create(unique_name, ROWS, schema=VERSIONED, ring_bytes=1 << 14) as buffer:
         buffer.extend({"v": np.zeros(ROWS, int), "who": np.zeros(ROWS, int), "pay": np.zeros((ROWS, 8), int)})
-        everyone = [context.Process(target=versioned, args=(unique_name, who, out)) for who in (1, 2, 3)]
+        everyone = [context.Process(target=versioned, args=(unique_name, who, together, out)) for who in (1, 2, 3)]
         for p in everyone:
             p.start()
         said = dict(out.get(timeout=120) for _ in everyone)
