@@ -178,7 +178,7 @@ class Editing(Transforming):
         Args:
             index, generation: LongTensor[n] (or of more dimensions, as ``extend`` returned the index): ``batch["index"]`` and
                 ``batch["row_id"] // capacity``. With ndim > 1 the index has ndim numbers for each row, in its last dimension.
-            patch: the keys to change, [n, *shape] each (or in the generation's shape).
+            patch: the keys to change, [n, *shape] each (or in the generation's shape, or that of the batch that was put).
             version_key: a column of one number a row, which is set to ``version`` ([n] or one number) where that is larger (or equal,
                 unless ``require_newer``); other rows are left alone. Of several for one row the largest, of equal ones the last, counts.
                 The writer compares, so that the updates of all processes come one after another: see `Buffer.edit`.
@@ -202,7 +202,7 @@ class Editing(Transforming):
         leaves = _leaves(patch)
         columns = [self._columns_of(k)[0] for k in leaves]
         values = {
-            c.key: _of_rows(_flat(leaves[c.key], shape, c), c, n, exact=True, refused=SchemaError) for c in columns
+            c.key: _of_rows(self._flat(leaves[c.key], shape, c), c, n, exact=True, refused=SchemaError) for c in columns
         }
         ids, chosen, key = generations * capacity + slots, generations >= 0, None  # -1: of a slot that never had a row
         if version_key is not None:
@@ -223,9 +223,24 @@ class Editing(Transforming):
         if key is None:
             return ConditionalUpdateResult(torch.from_numpy(updated))
         there = set(ids[updated | rejected].tolist())
-        for i in np.flatnonzero(~chosen & (generations >= 0)).tolist():  # those that another one of this call came before
+        for i in np.flatnonzero(
+            ~chosen & (generations >= 0)
+        ).tolist():  # those that another one of this call came before
             rejected[i] = int(ids[i]) in there
         return ConditionalUpdateResult(torch.from_numpy(updated), torch.from_numpy(rejected))
+
+    def _flat(self, value: Any, shape: torch.Size, c: Column) -> Any:
+        """A value for rows of this shape, or of a batch as it was put, as one for rows in a line."""
+        if not isinstance(value, torch.Tensor) or value.numel() != shape.numel() * int(
+            np.prod(c.shape, dtype=np.int64)
+        ):
+            return value
+        ndim, lead = self._storage.ndim, value.shape[: value.ndim - len(c.shape)]
+        if value.shape[len(lead) :] == c.shape and lead == shape:
+            return value.reshape(-1, *c.shape)
+        if value.shape[len(lead) :] == c.shape and len(lead) == ndim > 1:
+            return value.transpose(self._storage.time_dim, 0).reshape(-1, *c.shape)
+        return value
 
     def _version(self, version_key: Any, version: Any, patched: Mapping[Key, Any], n: int) -> tuple[Key, torch.Tensor]:
         """Its column's key, and [n, *shape] of its dtype."""
@@ -319,13 +334,6 @@ class Editing(Transforming):
     def _apply(self, ids: np.ndarray, values: dict[Key, torch.Tensor]) -> np.ndarray:
         """bool[n]: changed."""
         return self.buffer.edit(ids, {k: as_numpy(t) for k, t in values.items()})
-
-
-def _flat(value: Any, shape: torch.Size, c: Column) -> Any:
-    """A value for rows of this shape, as one for rows in a line."""
-    if len(shape) != 1 and isinstance(value, torch.Tensor) and value.shape == (*shape, *c.shape):
-        return value.reshape(-1, *c.shape)
-    return value
 
 
 def _leaves(given: TensorDictBase | Mapping[Any, Any]) -> dict[Key, Any]:

@@ -103,6 +103,7 @@ class Lifetime(Reading, Editing):
     def __reduce__(self) -> tuple:
         own: dict[str, Any] = {
             "batch_size": self._batch_size,
+            "dim_extend": self._storage._time_dim,
             "sampler": [self._sampler.name, self._sampler.arguments()],
         }
         own["writer"] = [self._writer.name, self._writer.arguments()]

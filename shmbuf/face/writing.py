@@ -147,7 +147,7 @@ class Writing(Transforming, Priorities):
         """Lock, first build, room and commit share one timeout. inner: the rows are `cells` already."""
         ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
         if storage.ndim > 1 and not inner:
-            (td, inner), single = cells(td, single, storage.ndim), False
+            (td, inner), single = cells(td, single, storage.ndim, storage.time_dim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
         if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:
