@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.errors import NotEnoughRows
+from shmbuf.lanes import coordinates
 from shmbuf.samplers.base import Sampler, gather, wait_for_rows
 from shmbuf.schema import Key, as_key, show_key
 from shmbuf.ticket import left_of
@@ -234,8 +236,8 @@ class Sequence(SampleUnit):
             before, n_before = buffer.walk_back(anchors, reach + 1)
             to_stop, to_start = n_after - 1, n_before - 1
         else:
-            lo, hi = buffer.window
-            to_stop, to_start = hi - 1 - anchors, anchors - lo
+            (lo, hi), step = buffer.window, math.prod(buffer.schema.inner)  # type: ignore[union-attr]
+            to_stop, to_start = (hi - 1 - anchors) // step, (anchors - lo) // step
         gone = (to_stop < 0) | (to_start < 0)  # overwritten already: the gather will ask for another
         to_stop, to_start = np.maximum(to_stop, 0)[:, None], np.maximum(to_start, 0)[:, None]
         shift = np.clip(ahead - to_stop, 0, to_start) if shifts else np.zeros_like(to_stop)
@@ -243,25 +245,25 @@ class Sequence(SampleUnit):
         valid = (at <= to_stop) & (at >= -to_start)
         at = np.clip(at, -to_start, to_stop)
         if not self._follows_streams:
-            ids = anchors[:, None] + at
+            ids = anchors[:, None] + at * step
         else:
             line = np.concatenate([before[:, :0:-1], after], axis=1)  # ids by offset, from -reach to ahead
             ids = np.take_along_axis(line, at + reach, axis=1)
         ids[gone] = anchors[gone, None]
         return ids, valid
 
-    def expand(
-        self, index: torch.Tensor, info: dict[str, Any], storage: ShmStorage
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def expand(self, index: Any, info: dict[str, Any], storage: ShmStorage) -> tuple[Any, dict[str, Any]]:
         """TorchRL's: the windows about these indices, and info with each anchor's entries repeated and the unit's own."""
-        anchors = storage.buffer.ids_of(index.reshape(-1).numpy())
+        slots = storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index)
+        anchors = storage.buffer.ids_of(slots.reshape(-1).numpy())
         ids, valid = self.windows(storage.buffer, anchors)
         values = {k: torch.as_tensor(v) for k, v in info.items()}
         repeated = {k: v.repeat_interleave(self.total, dim=0) if v.ndim else info[k] for k, v in values.items()}
-        capacity = storage.buffer.capacity
-        return torch.from_numpy(ids.reshape(-1) % capacity), {**repeated, **self._entries(anchors, valid, capacity)}
+        located = _located(torch.from_numpy(ids.reshape(-1)), storage)
+        entries = self._entries(anchors, valid, storage)
+        return located if storage.ndim == 1 else located.unbind(-1), {**repeated, **entries}
 
-    def _entries(self, anchors: np.ndarray, valid: np.ndarray, capacity: int) -> dict[str, torch.Tensor]:
+    def _entries(self, anchors: np.ndarray, valid: np.ndarray, storage: ShmStorage) -> dict[str, torch.Tensor]:
         n, steps = len(anchors), torch.arange(self.total)
         learning = (steps >= self.burn_in) & (steps < self.burn_in + self.length)
         row_id = torch.from_numpy(anchors).repeat_interleave(self.total)
@@ -270,7 +272,7 @@ class Sequence(SampleUnit):
             "step_in_sequence": steps.repeat(n),
             "learning_mask": learning.repeat(n),
             "validity_mask": torch.from_numpy(valid.reshape(-1)),
-            "anchor_index": row_id % capacity,
+            "anchor_index": _located(row_id, storage),
             "anchor_row_id": row_id,
         }
 
@@ -302,12 +304,18 @@ class Sequence(SampleUnit):
         (valid,) = anchors.drop(valid)
         for key, values in anchors.info.items():
             td.set(key, values.repeat_interleave(self.total, dim=0))
-        for name, values in self._entries(anchors.ids, valid, buffer.capacity).items():
+        for name, values in self._entries(anchors.ids, valid, storage).items():
             td.set(name, values)
         return td if out is None else storage._copy_into(out, td)
 
     def numbered(self, td: TensorDictBase) -> TensorDictBase:
         return td.set("sequence_id", torch.arange(len(td) // self.total).repeat_interleave(self.total))
+
+
+def _located(ids: torch.Tensor, storage: ShmStorage) -> torch.Tensor:
+    """As "index" has it: slots, or coordinates [n, ndim]."""
+    slots = ids % storage.buffer.capacity
+    return slots if storage.ndim == 1 else coordinates(slots, storage.schema().inner)
 
 
 class NStep(SampleUnit):

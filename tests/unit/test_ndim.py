@@ -26,10 +26,9 @@ def batch(b: int, t: int, first: int = 0) -> TensorDict:
 
 
 def make(name, size=14, **kw):
-    sampler = kw.pop("sampler", None)
-    return TensorDictReplayBuffer(
-        storage=ShmStorage(size, name=name, ndim=2, drain="caller", **kw), sampler=sampler, batch_size=6
-    )
+    parts = {k: kw.pop(k) for k in ("sampler", "sample_unit") if k in kw}
+    storage = ShmStorage(size, name=name, ndim=2, drain="caller", **kw)
+    return TensorDictReplayBuffer(storage=storage, batch_size=6, **parts)
 
 
 def test_cells_lie_time_first(name):
@@ -217,3 +216,26 @@ def test_time_first_where_dim_extend_says_so(make_name):
         k = torch.arange(12).reshape(3, 2, 2)
         rb.extend(TensorDict({"k": k}, [3, 2, 2]))
         assert rb["k"].tolist() == k.tolist() and rb.storage["k"].tolist() == k.tolist()
+
+
+@pytest.mark.parametrize("done_key", [("next", "done"), None])
+@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
+def test_windows_stay_in_their_lane_and_say_where(name, boundary, done_key):
+    unit = shmbuf.Sequence(3, episode_boundary=boundary, done_key=done_key, burn_in=1)
+    with make(name, 15, sample_unit=unit) as rb:
+        rb.extend(batch(3, 4))
+        rb.extend(batch(3, 3, 100))  # time goes round: the oldest two steps are overwritten
+        lane = [2, 3, 100, 101, 102]
+        td, info = rb.sample(40, return_info=True)
+        assert td["index"].shape == td["anchor_index"].shape == (160, 2)
+        assert [i.shape for i in info["index"]] == [(160,)] * 2
+        assert (td["lane"].reshape(-1, 4) == td["lane"].reshape(-1, 4)[:, :1]).all()
+        assert td["anchor_index"][:, 1].equal(td["lane"]) and (td["anchor_row_id"] % 15 % 3 == td["lane"]).all()
+        k, valid = td["k"].reshape(-1, 4), td["validity_mask"].reshape(-1, 4)
+        for row, ok, of in zip(k.tolist(), valid.tolist(), td["lane"][::4].tolist(), strict=True):
+            mine = [x + (4 if x < 100 else 3) * of for x in lane]
+            at = [mine.index(x) for x in row]
+            assert all(b - a == 1 for a, b, x, y in zip(at, at[1:], ok, ok[1:], strict=False) if x and y), (row, ok)
+        index, said = unit.expand((torch.tensor([1]), torch.tensor([2])), {}, rb.storage)
+        assert isinstance(index, tuple) and index[1].tolist() == [2] * 4
+        assert said["anchor_index"].tolist() == [[1, 2]] * 4
