@@ -178,6 +178,8 @@ def edits(actor: Actor) -> None:
         turned = oracle.edited(actor.buffer.gather(ids))
         assert actor.buffer.edit(ids, turned, timeout=20).all()
         actor.buffer.put_edit(ids[::2], {"payload": turned["payload"][::2]})
+        no_newer = {"k": actor.buffer.gather(ids[-5:])["k"], "payload": np.zeros_like(turned["payload"][-5:])}
+        actor.buffer.put_edit(ids[-5:], no_newer, version="k", require_newer=True)  # which nobody may ever see
         actor.put(1, turn)
         actor.buffer.put_edit(ids[-3:], oracle.edited({"payload": turned["payload"][-3:]}))
         actor.buffer.drain()
