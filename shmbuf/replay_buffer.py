@@ -53,7 +53,8 @@ class ReplayBuffer(State):
         generator: see `set_rng`. seed: of this handle's draws; the same seed draws the same of the same stored rows.
         consume_after_n_samples: each row is drawn at most so many times, over all processes: a `ConsumingSampler`.
         limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
-        shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling.
+        shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling. ``shared=True`` with
+            ``prefetch``, which TorchRL refuses, is allowed: each handle draws its own batches ahead.
         service_backend, transport: "direct" ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
             see `as_remote`.
 

@@ -31,19 +31,19 @@ class State(Lifetime, Writing):
 
     # ---- on disk ------------------------------------------------------------------------------------------------
 
-    def dumps(self, path: Any) -> None:
-        """Save it under a directory, while others write and sample on: see `shmbuf.checkpoint.dumps`."""
+    def dumps(self, path: Any, **how: Any) -> None:
+        """Save it under a directory, while others write and sample on: see `shmbuf.checkpoint.dumps`, also for ``how``."""
         from shmbuf.checkpoint import dumps
 
         self._transforms()  # made by now
-        dumps(self, path)
+        dumps(self, path, **how)
 
-    def loads(self, path: Any) -> None:
-        """Fill it with what `dumps`, or TorchRL's, saved: see `shmbuf.checkpoint.loads`."""
+    def loads(self, path: Any, **how: Any) -> None:
+        """Fill it with what `dumps`, or TorchRL's, saved: see `shmbuf.checkpoint.loads`, also for ``how`` (``timeout=``)."""
         from shmbuf.checkpoint import loads
 
         self._transforms()
-        loads(self, path)
+        loads(self, path, **how)
         self._drop_ahead()
 
     def dump(self, *args: Any, **kw: Any) -> None:

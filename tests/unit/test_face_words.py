@@ -73,6 +73,16 @@ def test_what_is_refused_says_why_and_leaves_nothing(kw, error, text, nothing_mo
         TensorDictReplayBuffer(**kw)
 
 
+def test_a_shared_buffer_may_draw_ahead():
+    """TorchRL refuses this: its batches drawn ahead would be of one process. Here each handle draws its own."""
+    with TensorDictReplayBuffer(shared=True, prefetch=2, batch_size=4) as rb:
+        rb.extend(rows(0, 8))
+        batch = rb.sample()
+        assert same(batch.exclude("index", "row_id"), torch.cat([rows(i, 1) for i in batch["row_id"].tolist()]))
+        with pickle.loads(pickle.dumps(rb)) as other:
+            assert len(other.sample()) == 4 and other.stats()["prefetch_queue_size"] > 0
+
+
 def test_what_has_nothing_to_change_is_taken():
     with TensorDictReplayBuffer(
         shared=True, compilable=True, dim_extend=0, service_backend="direct", transport="auto", delayed_init=True
@@ -292,6 +302,23 @@ def test_dumps_and_loads_and_their_other_names(make_rb, tmp_path):
         other = make_rb(10)
         getattr(other, back)(tmp_path / str(name))
         assert same(other[:], rb[:])
+
+
+def test_loads_and_dumps_take_what_the_checkpoint_rooms_take(make_rb, tmp_path):
+    rb, told = make_rb(10), []
+    rb.extend(rows(0, 10))
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+
+    rb.save(tmp_path / "c", complete=True, timeout=60, progress=tell)
+    assert told[-1] == (10, 10)
+    told.clear()
+    rb.load(tmp_path / "c", timeout=60, progress=tell)
+    assert told[-1] == (10, 10) and same(rb[:], rows(0, 10))
+    with rb.buffer.pin(seconds=None):  # writers wait for it
+        with pytest.raises(TimeoutError, match=r"0\.1"):
+            rb.loads(tmp_path / "c", timeout=0.1)
 
 
 def test_hooks_change_what_is_saved_and_what_is_loaded(make_rb, tmp_path):
