@@ -55,7 +55,7 @@ class ReplayBuffer(State):
         limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
         shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling. ``shared=True`` with
             ``prefetch``, which TorchRL refuses, is allowed: each handle draws its own batches ahead.
-        service_backend, transport: "direct" ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
+        service_backend, transport: "direct" or None ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
             see `as_remote`.
 
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, its
@@ -87,7 +87,7 @@ class ReplayBuffer(State):
         shared: bool = False,
         compilable: bool | None = None,
         delayed_init: bool | None = None,
-        service_backend: str = "direct",
+        service_backend: str | None = "direct",
         service_backend_options: Mapping[str, Any] | None = None,
         transport: str = "auto",
         transport_options: Mapping[str, Any] | None = None,
@@ -244,6 +244,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer, metaclass=TakesRRefs)
         timeout: float | None = 0.0,
         **how: Any,
     ) -> Any:
+        """See `ReplayBuffer.sample`; ``include_info`` comes second here."""
         return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout, **how)
 
 

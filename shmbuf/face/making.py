@@ -66,7 +66,7 @@ def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
 
 
 def check_service(
-    service_backend: str,
+    service_backend: str | None,
     service_backend_options: Mapping[str, Any] | None,
     transport: str,
     transport_options: Mapping[str, Any] | None,
@@ -78,7 +78,7 @@ def check_service(
             "service_backend='ray' is not made by this constructor. Processes of this machine attach by name "
             "(shmbuf.attach, or send them the object); for other machines see as_remote()"
         )
-    if service_backend != "direct":
+    if service_backend not in (None, "direct"):
         raise ValueError(
             f"service_backend={service_backend!r}: ReplayBuffer supports 'direct' or 'ray'. 'direct' is shared by processes here"
         )
