@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from shmbuf.attaching import FACES, attach, positive, unpickle
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError
-from shmbuf.face.making import check_drop_last, check_service, made_sampler, made_storage
+from shmbuf.face.making import check_drop_last, check_service, checked_generator, made_sampler, made_storage
 from shmbuf.face.remote import TakesRRefs
 from shmbuf.face.state import State
 from shmbuf.limiter import Words, scaled
@@ -103,6 +103,7 @@ class ReplayBuffer(State):
             )
         if seed is not None:
             checked_seed(seed)
+        self._rng = checked_generator(generator)
         self._storage = made_storage(storage)
         if consume_after_n_samples is not None and prefetch:
             raise ValueError("Prefetching is not supported when consume_after_n_samples is set.")
@@ -131,7 +132,6 @@ class ReplayBuffer(State):
             if limiter is not None:
                 self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
             self._settle(seed)
-        self._rng = generator
 
     def _described(self, pin_memory: bool) -> dict[str, Any]:
         """What the segment keeps of it, for those who attach by name."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shmbuf.attaching import checked_sampler
 from shmbuf.samplers import ConsumingSampler, RandomSampler, Sampler
 from shmbuf.storage import ShmStorage
@@ -55,6 +57,12 @@ def made_sampler(sampler: Any, consume_after_n_samples: int | None) -> Sampler:
             "slice and without-replacement samplers are not supported."
         )
     return ConsumingSampler(int(n))
+
+
+def checked_generator(generator: Any) -> torch.Generator | None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"the numbers of what is drawn come from a torch.Generator, not {type(generator).__name__}")
+    return generator
 
 
 def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
