@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, destroy
+from shmbuf import Buffer, destroy, segment
 from shmbuf.checkpoint import dump_buffer, load_buffer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,6 +205,50 @@ def test_a_snapshot_beside_two_writers_has_whole_rows_and_whole_trajectories(mak
         for each, of in ((buf, name), (into, into_name)):
             each.close()
             destroy(of, force=True)
+
+
+def test_b132_restored_while_collectors_put(make_name, tmp_path):
+    """A load replaces what is stored, however often it is called: every (collector, number) is there at most once, no row is torn, no
+    trajectory of one episode is continued by another, and the segment takes no more memory."""
+    name = make_name()
+    buf = Buffer.create(name, 10_240, schema=SPEC)
+    watcher = Buffer.attach(name)
+    children = [
+        subprocess.Popen([sys.executable, "-c", COLLECTOR, name, str(who * 10**9)], cwd=ROOT, stdout=subprocess.PIPE)
+        for who in (0, 1)
+    ]
+    try:
+        for child in children:
+            assert child.stdout.readline() == b"ready\n"
+        buf.wait_rows(10_240, 60)
+        memory = {os.stat(segment.path_of(name)).st_size}
+        for turn in range(6):
+            if turn % 2 == 0:
+                saved = dump_buffer(buf, tmp_path / "c")
+            assert load_buffer(buf, tmp_path / "c").rows == saved.rows
+            memory.add(os.stat(segment.path_of(name)).st_size)
+            with watcher.pin(seconds=None) as pin:
+                got = watcher.gather(np.arange(pin.first_id, pin.end_id))
+            assert whole(got) and len(np.unique(got["k"])) == len(got["k"]) <= 10_240
+        assert len(memory) == 1, "as computed at create"
+        for child in children:
+            child.kill()
+            child.wait()
+        buf.drain()
+        got = buf.gather(np.arange(*buf.window))
+        assert whole(got) and len(np.unique(got["k"])) == len(got["k"])
+        for t in buf.trajectories():
+            ks = buf.gather(buf.trajectory(t.end))["k"]
+            assert (np.diff(ks) == 1).all() and len(ks) <= 10
+        assert buf.check()["findings"] == []
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+        watcher.close()
+        buf.close()
+        destroy(name, force=True)
 
 
 MEMORY = """
