@@ -40,10 +40,11 @@ native:  ## the C++ driver: plain, TSan, ASan+UBSan, clang
 aarch64:  ## the C++ driver cross-built, under qemu-user
 	$(MAKE) -C tests/native aarch64
 
-soak: $(VENV)/.built  ## 10,000 SIGKILLs with take-over times; the long forms of the process tests; the large models
+soak: $(VENV)/.built  ## 10,000 SIGKILLs with take-over times; the long forms of the process tests; the large models; checkpoints above 4 GiB
 	$(PY) -m tests.process.soak
 	SHMBUF_SOAK=1 $(PY) -m pytest -n 2 tests/process tests/property $(ARGS)
 	$(PY) tools/dev/models.py --soak
+	$(PY) -m tools.dev.large_checkpoint
 
 sanitize: $(VENV)/.built  ## ASan and UBSan over the Python suite; ARGS=--fast, --torch
 	$(PY) tools/dev/sanitize.py $(ARGS)

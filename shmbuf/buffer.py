@@ -187,31 +187,34 @@ class Buffer(Trajectories, Epochs, Edits):
         self._clear(not empty_write_count, timeout).wait(left_of(timeout, since))
 
     def _restart(
-        self, first_id: int, *, write_count: int, rows_total: int | None = None, timeout: float | None = None
-    ) -> None:
+        self, first_id: int | None, *, write_count: int, rows_total: int | None = None, timeout: float | None = None
+    ) -> int:
         """`empty`, and the next row gets this id; for a checkpoint that is about to be loaded.
 
         Args:
+            first_id: None: the one it gets after `empty`.
             write_count, rows_total: what is counted on from; rows_total: rows ever stored, at least the present number.
 
+        Returns:
+            The id of the next row: a later one if others put meanwhile.
+
         Raises:
-            ValueError: ids never repeat, and first_id is below the next one, or became so by another's put meanwhile (then the
-            buffer is empty, and ids go on as after `empty`).
+            ValueError: ids never repeat, and first_id is below the next one. Nothing was changed.
         """
+        asked = 0 if first_id is None else first_id
         rows_total = max(write_count, 0 if rows_total is None else rows_total)
-        if not 0 <= first_id < 2**62 or not 0 <= write_count < 2**62 or rows_total >= 2**62:
+        if not 0 <= asked < 2**62 or not 0 <= write_count < 2**62 or rows_total >= 2**62:
             raise ValueError(
                 f"first_id={first_id}, write_count={write_count}, rows_total={rows_total}: numbers below 2**62"
             )
         end = self._get("window")[2]
-        if first_id < end:
+        if first_id is not None and first_id < end:
             raise ValueError(f"first_id={first_id}: row ids never repeat, and the next one is {end}")
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
-        ticket = self._clear(False, timeout, (first_id, write_count, rows_total))
+        ticket = self._clear(False, timeout, (asked, write_count, rows_total))
         ticket.wait(left_of(timeout, since))
         ((_, began),) = ticket._native.pieces()
-        if began != first_id:
-            raise ValueError(f"first_id={first_id}: rows were put meanwhile, ids go on from {began}")
+        return int(began)
 
     def _clear(
         self, keep_write_count: bool, timeout: float | None, restart: tuple[int, int, int] | None = None

@@ -303,7 +303,12 @@ class Cells:
     def _cells(self, index: Any, inner: tuple[int, ...], swap: int) -> torch.Tensor:
         index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
         steps = len(self) // math.prod(inner)
-        return torch.arange(steps * math.prod(inner)).reshape(steps, *inner).transpose(0, swap)[index]
+        try:
+            return torch.arange(steps * math.prod(inner)).reshape(steps, *inner).transpose(0, swap)[index]
+        except (ValueError, OverflowError):  # torch, of what int64 does not hold
+            raise IndexError(
+                f"index {index} is out of range: {steps:,} steps of shape {list(inner)} are stored"
+            ) from None
 
     def _get_cells(self, index: Any, swap: int) -> Any:
         schema = self.schema()

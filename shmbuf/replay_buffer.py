@@ -11,7 +11,14 @@ from tensordict import TensorDictBase
 from shmbuf.attaching import FACES, attach, positive, unpickle
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError
-from shmbuf.face.making import check_drop_last, check_service, made_sampler, made_storage, set_time_dim
+from shmbuf.face.making import (
+    check_drop_last,
+    check_service,
+    checked_generator,
+    made_sampler,
+    made_storage,
+    set_time_dim,
+)
 from shmbuf.face.remote import TakesRRefs
 from shmbuf.face.state import State
 from shmbuf.limiter import Words, scaled
@@ -54,8 +61,9 @@ class ReplayBuffer(State):
         generator: see `set_rng`. seed: of this handle's draws; the same seed draws the same of the same stored rows.
         consume_after_n_samples: each row is drawn at most so many times, over all processes: a `ConsumingSampler`.
         limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
-        shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling.
-        service_backend, transport: "direct" ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
+        shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling. ``shared=True`` with
+            ``prefetch``, which TorchRL refuses, is allowed: each handle draws its own batches ahead.
+        service_backend, transport: "direct" or None ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
             see `as_remote`.
 
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, its
@@ -87,7 +95,7 @@ class ReplayBuffer(State):
         shared: bool = False,
         compilable: bool | None = None,
         delayed_init: bool | None = None,
-        service_backend: str = "direct",
+        service_backend: str | None = "direct",
         service_backend_options: Mapping[str, Any] | None = None,
         transport: str = "auto",
         transport_options: Mapping[str, Any] | None = None,
@@ -103,6 +111,7 @@ class ReplayBuffer(State):
             )
         if seed is not None:
             checked_seed(seed)
+        self._rng = checked_generator(generator)
         self._storage = made_storage(storage)
         if consume_after_n_samples is not None and prefetch:
             raise ValueError("Prefetching is not supported when consume_after_n_samples is set.")
@@ -127,7 +136,6 @@ class ReplayBuffer(State):
             if limiter is not None:
                 self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
             self._settle(seed)
-        self._rng = generator
 
     def _described(self, pin_memory: bool) -> dict[str, Any]:
         """What the segment keeps of it, for those who attach by name."""
@@ -243,6 +251,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer, metaclass=TakesRRefs)
         timeout: float | None = 0.0,
         **how: Any,
     ) -> Any:
+        """See `ReplayBuffer.sample`; ``include_info`` comes second here."""
         return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout, **how)
 
 

@@ -127,7 +127,11 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 
 
 class ImmutableDatasetWriter(Writer):
-    """Writes nothing: adding, extending and emptying raise RuntimeError, and nothing changes."""
+    """Adds no row: adding, extending and emptying raise RuntimeError, and nothing changes.
+
+    As with TorchRL's, rows that are stored may still be changed in place (``rb[index] = rows``, `set_`), and priorities set. Where that
+    must not be, attach with ``readonly=True``.
+    """
 
     name = "ImmutableDatasetWriter"
     in_turn = False

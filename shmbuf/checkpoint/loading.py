@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -186,15 +187,13 @@ class _Load:
         buf, saved = self.buf, self.saved
         wanted = None if saved.first_id is None else saved.first_id + skip
         fits = wanted is not None and (n == buf.capacity or wanted % buf.capacity == 0)
-        restart = getattr(buf, "_restart", None)
-        if fits and restart is not None and wanted >= buf.window[1]:  # type: ignore[operator]
-            restart(wanted, write_count=max(0, saved.write_count - n))
-            return int(wanted)  # type: ignore[arg-type]
+        if fits and wanted >= buf.window[1]:  # type: ignore[operator]
+            with contextlib.suppress(ValueError):  # others have put so many meanwhile
+                return loader._restart(wanted, write_count=max(0, saved.write_count - n), timeout=self.timeout)
+        if saved.write_count > n:
+            return loader._restart(None, write_count=saved.write_count - n, timeout=self.timeout)
         if not fresh:
             loader.empty(timeout=self.timeout)
-        if restart is not None and saved.write_count > n:
-            first = -(-buf.window[1] // buf.capacity) * buf.capacity
-            restart(first, write_count=saved.write_count - n)
         return buf.window[1]
 
     def _put(self, loader: Buffer, n: int, skip: int, streams: np.ndarray | None, tell: Tell) -> None:
@@ -238,7 +237,8 @@ class _Load:
             last = buf.window[1] - 1
             was = buf.priorities([last])
             buf.set_priorities([last], saved.new_row)
-            buf.set_priorities([last], was)
+            if not np.isnan(was).any():  # a row of another's, which is gone again
+                buf.set_priorities([last], was)
 
     def _set_limiter(self, before: dict[str, Any]) -> None:
         """This buffer's parameters; the difference that was saved, where the ratio is the same."""

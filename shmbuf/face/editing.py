@@ -12,9 +12,10 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from shmbuf.errors import SchemaError
 from shmbuf.face.transforming import Transforming
-from shmbuf.schema import Column, Key, as_key, show_key
+from shmbuf.forms import take_apart, take_items
+from shmbuf.schema import Column, Key, Schema, as_key, show_key
 from shmbuf.storage import stack
-from shmbuf.tensors import as_numpy, plain, tensor_leaves
+from shmbuf.tensors import as_numpy, plain, slots_at, tensor_leaves
 
 Self = TypeVar("Self", bound="Editing")
 _ADDED = ("index", "row_id", "priority_weight")  # what samples carry
@@ -132,6 +133,9 @@ class Editing(Transforming):
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             self.set_(index, value)
             return
+        if (form := self._schema().form) is not None and not is_tensor_collection(value):
+            self._set_in_form(index, value, form)
+            return
         rows = stack(list(value)) if isinstance(value, (list, tuple)) and value else value
         if not is_tensor_collection(rows):
             raise SchemaError(f"rows are a TensorDict, not {type(value).__name__}. Nothing was changed.")
@@ -154,12 +158,29 @@ class Editing(Transforming):
             raise SchemaError("rows do not fit the buffer's schema; nothing was changed:\n  " + "\n  ".join(lines))
         self._edit(slots, self._checked(leaves, list(schema.columns), slots, shape))
 
+    def _set_in_form(self, index: Any, value: Any, form: list[Any]) -> None:
+        """Rows that are no TensorDicts: one where the index is one row's, else leaves with the rows in front, or a list of rows."""
+        slots, shape = self._slots(index)
+        if self._touched and (value := self._inverted(value)) is None:
+            return
+        listed = shape and isinstance(value, list) and form[0] != "list"
+        rows = take_items(value) if listed else take_apart(value, not shape)
+        leaves, n = self._storage._convert(rows, not shape, None, None, lambda *_: None)
+        if shape and shape != (n,):
+            raise RuntimeError(f"{n:,} rows for an index of shape {list(shape)}. Nothing was changed.")
+        keys = self._storage.schema().keys
+        self._edit(slots, {k: t if shape else t[None] for k, t in zip(keys, leaves, strict=True)})
+
     def write_all(self, data: Any, end: int | None = None) -> None:
         """``rb[:end] = data``: replace rows in the order of their slots, through the inverse transforms.
 
         end: None: as many as data has; of a full buffer, all. Errors: see ``rb[index] = rows``.
         """
         if end is None and len(self) < self._storage.max_size:
+            if is_tensor_collection(data) and not data.batch_dims:
+                raise SchemaError(
+                    "write_all() takes a batch of rows, batch size [n]; got one row. Nothing was changed."
+                )
             end = data.batch_size[0] if is_tensor_collection(data) else len(data)
         self[:end] = data
 
@@ -279,27 +300,25 @@ class Editing(Transforming):
 
     def _slots(self, index: Any) -> tuple[np.ndarray, tuple[int, ...]]:
         """int64[n] slots that an index means now, and its shape."""
-        self._storage.schema()
+        self._schema()
         stored = np.arange(len(self), dtype=np.int64)
         if self._storage.ndim > 1:
             chosen = self._storage.cells_at(index)
             return np.ascontiguousarray(chosen).reshape(-1), chosen.shape
         if index is None or (isinstance(index, tuple) and not index):
             raise IndexError(f"{index!r} is no index: an int, slice, list, tensor, mask or key is")
-        if isinstance(index, (bool, np.bool_)):
-            raise IndexError("a bool is no index; masks have one entry per stored row")
-        if not (isinstance(index, (int, np.integer, slice)) or index is Ellipsis):  # as ShmStorage.get reads them
-            index = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-            if index.dtype == bool and index.shape != stored.shape:
-                raise IndexError(f"mask of shape {list(index.shape)}: {len(stored):,} rows are stored")
-            if index.dtype != bool and index.size and not np.issubdtype(index.dtype, np.integer):
-                raise IndexError(f"index of dtype {index.dtype}: integers or bool")
-            index = index if index.dtype == bool else index.astype(np.int64)
-        slots = stored[index]
+        slots = stored[index if isinstance(index, slice) or index is Ellipsis else slots_at(index, len(stored))]
         return np.ascontiguousarray(slots).reshape(-1), np.shape(slots)
 
+    def _schema(self) -> Schema:
+        if not self.initialized:
+            raise RuntimeError(
+                f"buffer {self.name!r} has no rows yet, so there is nothing to change: extend() stores the first"
+            )
+        return self._storage.schema()
+
     def _columns_of(self, key: Key) -> list[Column]:
-        schema = self._storage.schema()
+        schema = self._schema()
         columns = [c for c in schema.columns if c.key[: len(key)] == key]
         if not columns:
             raise KeyError(f"key {show_key(key)} is not stored: {', '.join(map(show_key, schema.keys))}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shmbuf.attaching import checked_sampler
 from shmbuf.samplers import ConsumingSampler, RandomSampler, Sampler
 from shmbuf.storage import ShmStorage
@@ -69,6 +71,12 @@ def made_sampler(sampler: Any, consume_after_n_samples: int | None) -> Sampler:
     return ConsumingSampler(int(n))
 
 
+def checked_generator(generator: Any) -> torch.Generator | None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"the numbers of what is drawn come from a torch.Generator, not {type(generator).__name__}")
+    return generator
+
+
 def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
     if batch_size is None and getattr(sampler, "drop_last", False):
         raise ValueError(
@@ -78,7 +86,7 @@ def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
 
 
 def check_service(
-    service_backend: str,
+    service_backend: str | None,
     service_backend_options: Mapping[str, Any] | None,
     transport: str,
     transport_options: Mapping[str, Any] | None,
@@ -90,7 +98,7 @@ def check_service(
             "service_backend='ray' is not made by this constructor. Processes of this machine attach by name "
             "(shmbuf.attach, or send them the object); for other machines see as_remote()"
         )
-    if service_backend != "direct":
+    if service_backend not in (None, "direct"):
         raise ValueError(
             f"service_backend={service_backend!r}: ReplayBuffer supports 'direct' or 'ray'. 'direct' is shared by processes here"
         )

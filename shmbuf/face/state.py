@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from shmbuf.attaching import positive
 from shmbuf.face.lifetime import Lifetime
+from shmbuf.face.making import checked_generator
 from shmbuf.face.writing import Writing
 from shmbuf.forms import Rows, collected
 from shmbuf.lanes import require_inner
@@ -29,24 +30,24 @@ class State(Lifetime, Writing):
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Let the generator's numbers decide what this handle draws: the same state draws the same of the same stored rows."""
-        self._rng = generator
+        self._rng = checked_generator(generator)
         self._drop_ahead()
 
     # ---- on disk ------------------------------------------------------------------------------------------------
 
-    def dumps(self, path: Any) -> None:
-        """Save it under a directory, while others write and sample on: see `shmbuf.checkpoint.dumps`."""
+    def dumps(self, path: Any, **how: Any) -> None:
+        """Save it under a directory, while others write and sample on: see `shmbuf.checkpoint.dumps`, also for ``how``."""
         from shmbuf.checkpoint import dumps
 
         self._transforms()  # made by now
-        dumps(self, path)
+        dumps(self, path, **how)
 
-    def loads(self, path: Any) -> None:
-        """Fill it with what `dumps`, or TorchRL's, saved: see `shmbuf.checkpoint.loads`."""
+    def loads(self, path: Any, **how: Any) -> None:
+        """Fill it with what `dumps`, or TorchRL's, saved: see `shmbuf.checkpoint.loads`, also for ``how`` (``timeout=``)."""
         from shmbuf.checkpoint import loads
 
         self._transforms()
-        loads(self, path)
+        loads(self, path, **how)
         self._drop_ahead()
 
     def dump(self, *args: Any, **kw: Any) -> None:
@@ -63,11 +64,15 @@ class State(Lifetime, Writing):
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
         """Have what is saved through this handle changed by it: TensorDict → TensorDict. Hooks are not saved and do not travel."""
-        self._save_hooks = [*getattr(self, "_save_hooks", ()), hook]
+        from shmbuf.checkpoint import register_save_hook
+
+        register_save_hook(self, hook)
 
     def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
         """Have what is loaded through this handle changed by it. Otherwise as `register_save_hook`."""
-        self._load_hooks = [*getattr(self, "_load_hooks", ()), hook]
+        from shmbuf.checkpoint import register_load_hook
+
+        register_load_hook(self, hook)
 
     # ---- in memory ----------------------------------------------------------------------------------------------
 
@@ -88,12 +93,14 @@ class State(Lifetime, Writing):
             gathering, done = self._storage.gathering(len(ids)), np.zeros(len(ids), np.uint8)
             gathering.fetch(ids, done)
             there = done.astype(bool)  # not those that are overwritten meanwhile
+            if self.buffer._get("priorities"):
+                every = self.buffer.priorities(ids)
+                there &= ~np.isnan(every)  # nor those that are by now
+                priority = torch.from_numpy(every[there])
             ids = ids[there]
             first = int(ids[0]) % self.buffer.capacity if len(ids) else 0
             rows = gathering.tensordict(np.arange(lo, hi))[torch.from_numpy(there)].exclude("index", "row_id")
             rows = rows if self._storage.presents is None else self._storage.presents.values(rows)
-            if self.buffer._get("priorities"):
-                priority = torch.from_numpy(self.buffer.priorities(ids))
         rng = None if self._rng is None else (self._rng.get_state().clone(), str(self._rng.device))
         sampler = self._sampler
         return {
@@ -109,7 +116,8 @@ class State(Lifetime, Writing):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the rows, for every process, and this handle's batch size, transforms' state and generator by those of `state_dict`.
 
-        Rows come to their old slots, under new ids; rows that others put meanwhile may come among them.
+        Rows come to their old slots, under new ids; rows that others put meanwhile may come among them. Where some were overwritten while
+        the state of a full buffer was taken, the oldest of the rest comes to slot 0.
 
         Raises:
             ValueError, KeyError: not a state of such a buffer. SchemaError: of another schema. Nothing was changed.
@@ -147,8 +155,8 @@ class State(Lifetime, Writing):
     def _fill(
         self, rows: TensorDictBase, first: int, priority: torch.Tensor | None, form: list | None, inner: tuple[int, ...]
     ) -> None:
-        """An empty buffer with rows, the oldest in slot ``first``: what lies in front of it is overwritten by the newest."""
-        if first and first + len(rows) >= self.buffer.capacity:
+        """An empty buffer with rows; as many as it holds: the oldest in slot ``first``, what lies in front is overwritten by the newest."""
+        if first and len(rows) == self.buffer.capacity:
             self._store(_formed(rows[torch.zeros(first, dtype=torch.int64)], form), None, False, True, inner=inner)
         self._store(_formed(rows, form), None, False, True, inner=inner)
         if priority is not None:

@@ -198,10 +198,6 @@ class Writing(Transforming, Priorities):
         if isinstance(data, (list, tuple)):
             if not data:
                 return TensorDict({}, batch_size=[0])
-            if not all(is_tensor_collection(d) for d in data):
-                raise SchemaError(
-                    f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}"
-                )
             return stack(list(data))
         if is_tensor_collection(data):
             return data

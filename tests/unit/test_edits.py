@@ -163,11 +163,14 @@ def test_a_pinned_row_may_be_edited_and_its_pin_says_so(buf):
 def test_a_restart_says_where_ids_go_on(make):
     buf = make(10, **SMALL)
     other = Buffer.attach(buf.name)
-    buf._restart(1234, write_count=99)
+    assert buf._restart(1234, write_count=99) == 1234
     assert (len(buf), buf.write_count, other.window) == (0, 99, (1234, 1234))
     assert other.extend(k(*range(13))).tolist() == list(range(1234, 1247))
     assert numbers(buf) == list(range(3, 13)) and buf.write_count == 112 and not buf.check()["findings"]
     with pytest.raises(ValueError, match="row ids never repeat, and the next one is 1247"):
         buf._restart(1246, write_count=0)
     assert len(buf) == 10
+    other.put(k(5))  # another's, which comes first
+    assert buf._restart(1247, write_count=3) == 1250 and (len(buf), buf.write_count) == (0, 3)
+    assert buf._restart(None, write_count=4) == 1250 and buf.write_count == 4
     other.close()
