@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -244,6 +245,7 @@ class _More:
         self.rng = self._rng(saved.root)
         if saved.root.has("transform.t"):
             self.state = self._transform(saved.root)
+            self._try(transform_of(rb))
 
     def _rng(self, root: Root) -> np.ndarray | None:
         if not root.has("rng_state/meta.json"):
@@ -263,6 +265,19 @@ class _More:
         except Exception as e:
             raise CheckpointError(
                 f"{self.saved.path}/transform.t is damaged, or holds more than tensors: {str(e).splitlines()[0][:200]}"
+            ) from None
+
+    def _try(self, transform: Any) -> None:
+        try:
+            copied = copy.deepcopy(transform)
+        except Exception:  # it holds what cannot be copied: found out when it is applied
+            return
+        try:
+            if copied is not None:
+                copied.load_state_dict(self.state)
+        except Exception as e:
+            raise CheckpointError(
+                f"{self.saved.path}/transform.t does not fit this buffer's transform; nothing was loaded: {e}"
             ) from None
 
     def apply(self, rb: Any, shift: int | None) -> list[str]:

@@ -155,6 +155,10 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("put_tree", &put_tree, "columns"_a, "root"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0))
       .def("edit", &edit, "spans"_a, "addresses"_a, "ids"_a, "n"_a, "timeout"_a, "wake"_a, "version"_a = 0)
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a, "restart"_a = nb::none())
+      .def_prop_ro("runnable", [](const H &h) {  // whether a transaction could move anything now
+        Handle::Use use(*h);
+        return h->ready() && Writer::runnable(h->segment());
+      })
       .def("seed", [](const H &h, u64 value) { h->seed(value); }, "value"_a)
       .def("help", [](const H &h) {
         Handle::Use use(*h);
