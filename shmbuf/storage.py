@@ -252,7 +252,7 @@ class ShmStorage(Cells):
                     return ticket
         if self.ndim > 1:
             if inner is None:
-                td, inner = cells(td, single, self.ndim)
+                td, inner = cells(td, single, self.ndim, self.time_dim)
             return self._put_cells(td, inner, wake, timeout, priority_key, stream, priorities)
         if self._ready is None and timeout is None:
             timeout = self.buffer.config["timeout"]

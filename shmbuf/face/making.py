@@ -30,6 +30,18 @@ def made_storage(storage: Any) -> ShmStorage:
     raise TypeError(f"storage is a ShmStorage, not {type(made).__name__}{hint}")
 
 
+def set_time_dim(storage: ShmStorage, dim_extend: Any) -> None:
+    """Raises ValueError."""
+    if dim_extend is None:
+        return
+    if isinstance(dim_extend, bool) or dim_extend not in (0, storage.ndim - 1):
+        raise ValueError(
+            f"dim_extend={dim_extend!r} with a storage of ndim={storage.ndim}: rows follow each other along dimension "
+            f"{storage.ndim - 1}" + (", or 0" if storage.ndim > 1 else "")
+        )
+    storage._time_dim = int(dim_extend)
+
+
 def made_sampler(sampler: Any, consume_after_n_samples: int | None) -> Sampler:
     """The sampler itself, or what a function without arguments makes; a consuming one if rows are to be drawn so many times."""
     made = sampler() if callable(sampler) and not _theirs(sampler) else sampler

@@ -35,7 +35,7 @@ class Priorities(Face):
             if self._storage.ndim > 1:
                 index = self._storage.slots_of(index)
                 if isinstance(priority, torch.Tensor) and priority.ndim > 1 and priority.numel() == index.numel():
-                    swap = min(self._storage.ndim, priority.ndim) - 1
+                    swap = min(self._storage.time_dim, priority.ndim - 1)
                     priority = priority.transpose(swap, 0).flatten()  # as extend() was given it
             ids = buffer.ids_of(numbers(index, "index"))
         elif index is not None:

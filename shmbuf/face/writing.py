@@ -142,12 +142,12 @@ class Writing(Transforming, Priorities):
         single: bool = False,
         stream: Any = None,
         prioritise: bool | None = None,
+        inner: tuple[int, ...] | None = None,
     ) -> Any:
-        """Lock, first build, room and commit share one timeout."""
+        """Lock, first build, room and commit share one timeout. inner: the rows are `cells` already."""
         ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
-        inner = None
-        if storage.ndim > 1:
-            (td, inner), single = cells(td, single, storage.ndim), False
+        if storage.ndim > 1 and not inner:
+            (td, inner), single = cells(td, single, storage.ndim, storage.time_dim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
         if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:

@@ -106,8 +106,9 @@ std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle 
 }
 
 // ids: u64[n]. spans: (offset, bytes) inside the row; addresses: of packed new values, one for each span.
-Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std::vector<u64> &addresses, u64 ids, u64 n, double timeout, bool wake) {
+Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std::vector<u64> &addresses, u64 ids, u64 n, double timeout, bool wake, u32 version) {
   Handle::Use use(*h);
+  if (!version_known(version)) throw nb::value_error("no such kind of version");
   std::vector<Column> columns;
   for (size_t i = 0; i < spans.size(); ++i)
     if (spans[i].second) columns.push_back({spans[i].first, spans[i].second, reinterpret_cast<const u8 *>(addresses.at(i)), i64(spans[i].second)});
@@ -117,7 +118,7 @@ Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std
   Patience patience{h};
   {
     nb::gil_scoped_release r;
-    t.status = h->edit(columns.data(), u32(columns.size()), reinterpret_cast<const u64 *>(ids), n, deadline, wake, t.state, [&] { return patience(); });
+    t.status = h->edit(columns.data(), u32(columns.size()), version, reinterpret_cast<const u64 *>(ids), n, deadline, wake, t.state, [&] { return patience(); });
   }
   if (t.status == Status::interrupted) {
     if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();

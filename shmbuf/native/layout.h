@@ -227,6 +227,13 @@ constexpr u64 record_bytes(u64 n_rows, u64 row_bytes, u32 flags) {
 
 struct Span { u32 offset, bytes; };  // inside the row
 inline constexpr u32 kMaxSpans = 4096;
+// flags of an EDIT: how many spans it has | what is asked of a row before it is changed: of the first span, whose type is named, the
+// new value is to be ≥ the stored one, or, kStrictly, larger. 0: nothing.
+enum Versions : u32 { kNoVersion = 0, kI8, kI16, kI32, kI64, kU8, kU16, kU32, kU64, kF32, kF64, kVersionsEnd, kStrictly = 16 };
+inline constexpr u32 kSpansMask = 0xffff, kVersionShift = 16;
+inline constexpr u32 kVersionBytes[] = {0, 1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
+constexpr u32 spans_of(u32 flags) { return flags & kSpansMask; }
+constexpr bool version_known(u32 version) { return (version & ~u32(kStrictly)) < kVersionsEnd && version != u32(kStrictly); }
 constexpr u64 edit_bytes(u64 n, u64 spans, u64 width) { return align_up(sizeof(Record) + spans * sizeof(Span) + n * (8 + width), kRecordAlign); }
 constexpr u64 clear_bytes(u32 flags) { return sizeof(Record) + (flags & kRestart ? kRecordAlign : 0); }
 

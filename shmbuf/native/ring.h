@@ -34,7 +34,8 @@ inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes
   if (r.bytes > room || r.bytes < sizeof(Record) || r.bytes > ring_bytes / 2) return false;
   if (r.kind == kClear) return r.bytes == clear_bytes(r.flags);
   if (r.kind == kEdit)  // edits.h looks at the rest
-    return r.flags >= 1 && r.flags <= kMaxSpans && r.n_rows >= 1 && r.n_rows <= ring_bytes / 8 && r.bytes > sizeof(Record) + r.flags * 8 + r.n_rows * 8;
+    return spans_of(r.flags) >= 1 && spans_of(r.flags) <= kMaxSpans && version_known(r.flags >> kVersionShift) && r.n_rows >= 1 &&
+           r.n_rows <= ring_bytes / 8 && r.bytes > sizeof(Record) + spans_of(r.flags) * 8 + r.n_rows * 8;
   return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves)) &&
          r.bytes == record_bytes(r.n_rows, row_bytes, r.flags);
 }
@@ -93,9 +94,9 @@ class Producer {
     return fixed > size_ / 2 ? 0 : (size_ / 2 - fixed) / (8 + width);
   }
   // New bytes of the rows ids[from, from + n): the columns' offsets and bytes are the spans. Call only after has_room(edit_bytes(…)).
-  u64 publish_edit(const Column *columns, u32 n_columns, u64 width, const u64 *ids, u64 from, u64 n) {
+  u64 publish_edit(const Column *columns, u32 n_columns, u32 version, u64 width, const u64 *ids, u64 from, u64 n) {
     const u64 bytes = edit_bytes(n, n_columns, width);
-    write_header({bytes, kEdit, n_columns, n, kPending});
+    write_header({bytes, kEdit, n_columns | version << kVersionShift, n, kPending});
     u64 at = tail_ + sizeof(Record);
     for (u32 c = 0; c < n_columns; ++c, at += sizeof(Span)) {
       const Span s{u32(columns[c].offset), u32(columns[c].bytes)};

@@ -191,8 +191,15 @@ class Writer {
   EditRecord edit(u32 i, u64 at) const { return {s_.ring(i), s_.ring_bytes, at, record(i, at)}; }
   bool plan_edit(const CommitBlock &now, CommitBlock &next, u32 i, u64 at, const Record &r) {
     next.kind = kPlanEdit;
-    const EditRecord e = edit(i, at);
-    for (u64 j = 0; j < e.n; ++j) ++(is_live(now, s_.capacity, e.id(j)) ? next.edited_rows : next.stale_edits);
+    EditRecord e = edit(i, at);
+    (void)e.sound(s_.row_bytes);  // plan() has asked; it counts a row's bytes
+    for (u64 j = 0; j < e.n; ++j) {
+      const u64 id = e.id(j);
+      if (id == EditRecord::kOlder) continue;  // said by a planner that died
+      if (!is_live(now, s_.capacity, id)) ++next.stale_edits;
+      else if (!e.compares() || e.newer(j, s_.row(id))) ++next.edited_rows;
+      else e.mark(j, EditRecord::kOlder);
+    }
     next.slot[i].head = next.slot[i].rows_end = at + r.bytes;
     next.start = i, next.next_start = i + 1;
     FAILPOINT(edit_planned);

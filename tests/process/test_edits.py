@@ -80,3 +80,42 @@ def test_killed_editors_leave_no_half_edit(unique_name):
             oracle.check_rows(buffer.gather(range(64)))
         assert not buffer.check()["findings"] and buffer.stats()["malformed_records"] == 0
     destroy(unique_name)
+
+
+VERSIONED = {"v": "int64", "who": "int64", "pay": ("int64", (8,))}
+ROUNDS, ROWS = 200, 16
+
+
+def versioned(name: str, who: int, together, out) -> None:
+    """All say the same version at a time. Tells of every (row, version) whether it was this process's edit that was made."""
+    buffer, mine = Buffer.attach(name), []
+    for v in range(1, ROUNDS + 1):
+        together.wait(60)
+        pay = np.full((ROWS, 8), v * 1000 + who)
+        edit = {"v": np.full(ROWS, v), "who": np.full(ROWS, who), "pay": pay}
+        made = buffer.edit(range(ROWS), edit, version="v", require_newer=True, timeout=60)
+        mine.append(made.tolist())
+    out.put((who, mine))
+    buffer.close()
+
+
+def test_each_version_of_a_row_is_one_process_s(unique_name):
+    context = multiprocessing.get_context("fork")
+    out, together = context.Queue(), context.Barrier(3)
+    with Buffer.create(unique_name, ROWS, schema=VERSIONED, ring_bytes=1 << 14) as buffer:
+        buffer.extend({"v": np.zeros(ROWS, int), "who": np.zeros(ROWS, int), "pay": np.zeros((ROWS, 8), int)})
+        everyone = [context.Process(target=versioned, args=(unique_name, who, together, out)) for who in (1, 2, 3)]
+        for p in everyone:
+            p.start()
+        said = dict(out.get(timeout=120) for _ in everyone)
+        for p in everyone:
+            p.join(60)
+            assert p.exitcode == 0
+        made = np.array([said[who] for who in (1, 2, 3)])  # [process, version, row]
+        assert made.sum(0).max() == 1, "no version was made twice"
+        assert made[:, -1].sum(0).tolist() == [1] * ROWS, "and the largest once in each row"
+        last = buffer.gather(range(ROWS))
+        assert (last["v"] == ROUNDS).all() and (last["who"] == 1 + made[:, -1].argmax(0)).all()
+        assert (last["pay"] == (ROUNDS * 1000 + last["who"])[:, None]).all()
+        assert buffer.stats()["edited_rows"] == made.sum() and not buffer.check()["findings"]
+    destroy(unique_name)
