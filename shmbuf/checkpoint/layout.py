@@ -10,13 +10,13 @@ shmbuf/priorities.memmap  float64 a row, oldest first
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmbuf.checkpoint.directories import hold
 from shmbuf.errors import CheckpointError, SchemaError
 from shmbuf.schema import PACKED, Column, Key, Schema, as_key, dtype_name, nest, show_key
 
@@ -88,9 +88,8 @@ class Root:
     """An open checkpoint directory. Every file is opened relative to it, following no symbolic link."""
 
     def __init__(self, path: Path):
-        self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.path, self._fd = hold(path)
         except FileNotFoundError:
             raise CheckpointError(f"there is no checkpoint {path}") from None
         except NotADirectoryError:
@@ -231,7 +230,3 @@ def stored_columns(root: Root, capacity: int | None = None) -> tuple[list[Stored
 def check_files(root: Root, columns: Sequence[Stored], capacity: int) -> None:
     for c in columns:
         os.close(root.sized(f"storage/{c.file}", capacity * c.column.nbytes))
-
-
-def row_bytes(columns: Sequence[Stored]) -> int:
-    return max(1, math.fsum(c.column.nbytes for c in columns).__int__())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shmbuf.checkpoint import layout
-from shmbuf.checkpoint.directories import settle
 from shmbuf.checkpoint.layout import Root, Stored, number
 from shmbuf.errors import CheckpointError, SchemaError
 from shmbuf.schema import Column, Schema, as_key, show_key
@@ -30,8 +28,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = settle(Path(os.path.realpath(path)))
-        self.root = Root(self.path)
+        self.root = Root(Path(os.path.realpath(path)))
+        self.path = self.root.path
         try:
             self._read()
         except BaseException:
@@ -179,9 +177,9 @@ class Checkpoint:
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
-    def schema(self, leave_out: Sequence[tuple[str, ...]] = ()) -> Schema:
+    def schema(self) -> Schema:
         try:
-            return Schema([c.column for c in self.columns if c.column.key not in leave_out], self.form, self.inner)
+            return Schema([c.column for c in self.columns], self.form, self.inner)
         except SchemaError as e:
             raise self._fault(str(e)) from None
 
@@ -248,6 +246,8 @@ class Made:
     """The same of a TensorDict that hooks made."""
 
     def __init__(self, of: Checkpoint, schema: Schema, leaves: dict[tuple[str, ...], Any]):
+        import torch
+
         missing = [show_key(k) for k in schema.keys if k not in leaves]
         if missing:
             raise CheckpointError(f"load hooks gave no {', '.join(missing)}")
@@ -255,8 +255,6 @@ class Made:
         self._leaves = []
         for c in schema.columns:
             t = leaves[c.key].contiguous()
-            import torch
-
             raw = t.view(getattr(torch, c.numpy)) if c.dtype != c.numpy else t
             self._leaves.append(raw.numpy())
 

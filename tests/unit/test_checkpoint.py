@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from shmbuf import Buffer, CheckpointError, SchemaError
 from shmbuf.checkpoint import directories, dump_buffer, load_buffer, snapshot
+from shmbuf.checkpoint.reading import Checkpoint
 from tests.unit.helpers import SPEC, figures, numbers, rows, same, stored
 
 STEPS = {"k": "int64", "next": {"done": "bool"}}
@@ -276,6 +278,65 @@ def test_what_is_no_checkpoint_is_not_replaced(make, tmp_path):
     assert (tmp_path / "photos/cat.png").read_text() == "meow" and (tmp_path / "file").read_text() == "text"
 
 
+def test_a_directory_whose_names_look_right_is_not_replaced(make, tmp_path):
+    a = make()
+    a.extend(rows(0, 9))
+    (tmp_path / "c/storage/photos").mkdir(parents=True)
+    (tmp_path / "c/storage/photos/a").write_text("precious")
+    with pytest.raises(CheckpointError, match=r"no checkpoint.*storage_metadata\.json"):
+        dump_buffer(a, tmp_path / "c")
+    assert (tmp_path / "c/storage/photos/a").read_text() == "precious" and os.listdir(tmp_path) == ["c"]
+
+
+def test_made_parents_are_made_durable_in_their_own(make, tmp_path, monkeypatch):
+    a, synced, fsync = make(), set(), os.fsync
+    a.extend(rows(0, 9))
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    dump_buffer(a, tmp_path / "a/b/c")
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= synced
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_whoever_reads_keeps_what_he_opened_and_stops_nobody(make, tmp_path, monkeypatch, exchanges):
+    a, b = make(), make()
+    if not exchanges:
+        monkeypatch.setattr(directories, "exchange", lambda *_: False)
+    a.extend(rows(0, 9))
+    dump_buffer(a, tmp_path / "c")
+    with Checkpoint(tmp_path / "c") as held:
+        a.extend(rows(9, 9))
+        dump_buffer(a, tmp_path / "c")
+        dump_buffer(a, tmp_path / "c")
+        with contextlib.closing(held.opened(held.schema())) as files:
+            k = files.rows(0, held.rows)[held.schema().keys.index(("k",))]
+        assert k.tolist() == list(range(9)) and len(os.listdir(tmp_path)) == 2
+        load_buffer(b, tmp_path / "c")
+        assert numbers(b) == list(range(18))
+    dump_buffer(a, tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_one_replaced_while_it_is_opened_is_opened_anew(make, tmp_path, monkeypatch, exchanges):
+    """Between its path and its lock, the worst moment: the one that was opened is gone."""
+    a, b = make(), make()
+    if not exchanges:
+        monkeypatch.setattr(directories, "exchange", lambda *_: False)
+    a.extend(rows(0, 9))
+    dump_buffer(a, tmp_path / "c")
+    a.extend(rows(9, 9))
+    shared, replaced = directories._shared, []
+
+    def meanwhile(fd: int) -> bool:
+        if not replaced:
+            replaced.append(dump_buffer(a, tmp_path / "c"))
+        return shared(fd)
+
+    monkeypatch.setattr(directories, "_shared", meanwhile)
+    load_buffer(b, tmp_path / "c")
+    assert numbers(b) == list(range(18)) and replaced and os.listdir(tmp_path) == ["c"]
+
+
 def test_without_a_schema_there_is_nothing_to_save(make, tmp_path):
     with pytest.raises(RuntimeError, match="non-initialized"):
         dump_buffer(make(schema=None), tmp_path / "c")
@@ -321,7 +382,8 @@ def test_without_exchange_the_old_one_is_found_between_the_renames(make, tmp_pat
     with pytest.raises(Killed):
         dump_buffer(a, tmp_path / "c")
     monkeypatch.setattr(directories, "step", lambda name: None)
-    assert not (tmp_path / "c").exists()
+    assert os.listdir(tmp_path) == ["c"]  # an error puts it back; a kill cannot
+    os.rename(tmp_path / "c", tmp_path / ".c.shmbuf-old.0123456789ab")
     load_buffer(b, tmp_path / "c")
     assert numbers(b) == list(range(9))
     dump_buffer(a, tmp_path / "c")
