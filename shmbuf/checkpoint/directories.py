@@ -177,9 +177,10 @@ def exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def _publish(made: Path, target: Path) -> None:
-    """Old or new, whole, at every instant; without RENAME_EXCHANGE between two renames under another name, where `settle` looks. An old
-    one lies under a hidden name afterwards."""
+def _publish(made: Path, target: Path) -> Path:
+    """Old or new, whole, at every instant; without RENAME_EXCHANGE between two renames under another name, where `settle` looks.
+    Returns where an old one lies afterwards."""
+    old = made
     if not os.path.lexists(target) or not any(target.iterdir()):
         os.rename(made, target)  # also onto an empty directory
     elif not exchange(made, target):
@@ -194,6 +195,7 @@ def _publish(made: Path, target: Path) -> None:
             raise
     step("published")
     sync_directory(target.parent)
+    return old
 
 
 def _make_parents(target: Path) -> None:
@@ -221,6 +223,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         lock = _alone(made)
         if lock is not None:
             break
+    old = made
     try:
         step("begun")
         with _room(target):
@@ -228,13 +231,12 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
             step("filled")
             _sync_tree(made)
         _check_target(target)
-        _publish(made, target)
+        old = _publish(made, target)
     finally:
         if os.path.lexists(made) and os.path.samestat(os.lstat(made), os.fstat(lock)):
             shutil.rmtree(made, ignore_errors=True)
         os.close(lock)  # what was published may be read from now on
-        for path in (made, *_left(target, "old")):
-            _discard(path)
+        _discard(old)
     step("done")
 
 

@@ -467,6 +467,11 @@ HOSTILE = [
     ("shmbuf/state.json", "version", 99),
     ("shmbuf/state.json", "first_id", -3),
     ("shmbuf/state.json", "first_id", 2**63),
+    ("shmbuf/state.json", "first_id", 2**61 - 2**40),
+    ("shmbuf/state.json", "write_count", 2**61),
+    ("shmbuf/state.json", "epochs", {"own": {"word": [0, 2**64], "order": 0, "fresh": True}}),
+    ("shmbuf/state.json", "epochs", {"own": {"word": [0, 0], "order": "0", "fresh": 1}}),
+    ("shmbuf/state.json", "epochs", {"shared": {"0": [0]}}),
     ("shmbuf/state.json", "first_slot", 20),
     ("shmbuf/state.json", "capacity", 19),
     ("shmbuf/state.json", "rows", 3),
@@ -489,6 +494,99 @@ def test_numbers_and_names_that_cannot_be(saved, refuses, file, key, value):
 def test_json_that_is_none(saved, refuses, text):
     (saved / "storage/storage_metadata.json").write_text(text)
     refuses()
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    2**61,
+    10**400,
+    1e300,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    0.5,
+    "",
+    "zz",
+    "\ud800",
+    "x" * 70_000,
+]
+VALUES += [
+    [],
+    {},
+    [None],
+    [float("inf")],
+    [-1],
+    [[]],
+    ["\ud800"],
+    [{}],
+    {"": 1},
+    {"\ud800": {}},
+    ",orch.float32",
+    "(2,)f4",
+    "O",
+]
+
+
+def mutants(value):
+    """A JSON value with one value in it, at any depth, or one key replaced."""
+    yield from VALUES
+    if isinstance(value, dict):
+        for k, v in value.items():
+            yield {n: w for n, w in value.items() if n != k}
+            for key in ("\ud800", "", "..", "x" * 70_000):
+                yield {key if n == k else n: w for n, w in value.items()}
+            yield from ({**value, k: m} for m in mutants(v))
+    elif isinstance(value, list):
+        for i, v in enumerate(value):
+            yield from ([*value[:i], m, *value[i + 1 :]] for m in mutants(v))
+
+
+def test_every_json_value_may_be_anything(saved, make):
+    """A load is refused in words and changes nothing, or it stores the rows."""
+    state = json.loads((saved / "shmbuf/state.json").read_text())
+    state["limiter"] = {
+        "num": 1,
+        "den": 1,
+        "min_size": 1,
+        "min_diff": 0.0,
+        "max_diff": 9e9,
+        "inserted": 27,
+        "sampled": 0,
+        "diff": 27.0,
+    }
+    state["epochs"]["own"] = {"word": [0, 0], "order": 0, "fresh": True}
+    (saved / "shmbuf/state.json").write_text(json.dumps(state))
+    refused, rng = 0, np.random.default_rng(11)
+    buf = make(20)
+    buf.extend(rows(100, 7))
+    before = figures(buf)
+    for path in sorted(saved.rglob("*.json")):
+        text = path.read_text()
+        every = list(mutants(json.loads(text)))
+        for at in rng.permutation(len(every))[:400]:
+            path.write_text(json.dumps(every[at]))
+            try:
+                load_buffer(buf, saved)
+            except (CheckpointError, SchemaError):
+                refused += 1
+                assert figures(buf) == before, (path, str(every[at])[:300])
+            except Exception as e:
+                raise AssertionError(f"{path}: {str(every[at])[:600]}") from e
+            else:
+                before = figures(buf)
+        path.write_text(text)
+    assert refused > 500
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e300, float("inf"), "zz", 10**400, None])
+def test_a_limiter_that_cannot_be(saved, refuses, bad):
+    path = saved / "shmbuf/state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "limiter": {"num": 1, "den": 1, "inserted": 27, "diff": bad}}))
+    refuses("diff")
 
 
 def test_arrays_that_cannot_be(saved, refuses):
