@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmbuf._extension import native
 from shmbuf.checkpoint.directories import hold
 from shmbuf.errors import CheckpointError, SchemaError
 from shmbuf.schema import DTYPES, PACKED, Column, Key, Schema, as_key, dtype_name, nest, show_key
@@ -23,7 +24,7 @@ from shmbuf.schema import DTYPES, PACKED, Column, Key, Schema, as_key, dtype_nam
 VERSION = 1
 MAX_JSON = 64 << 20
 MAX_NUMBER = 1 << 62
-MAX_ID = 2**61 - 2**40  # of rows: what the segment's 64-bit words leave room for, and a long life after the load
+MAX_ID: int = native.MAX_ID
 TD = "<class 'tensordict._td.TensorDict'>"
 _RESERVED = {".", "..", ""}
 _META = {"shape", "device", "_type"}  # what a meta.json says of its directory
