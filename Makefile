@@ -17,7 +17,8 @@ test: $(VENV)/.built  ## the whole suite
 	$(if $(ARGS),,$(MAKE) compat)
 
 # TORCHRL_SRC: a checkout of TorchRL, whose own replay-buffer tests are then run against our classes.
-TORCHRL_TESTS = test_query.py test_rb_core.py test_rb_transforms.py test_samplers.py::TestFindStartStopTraj
+TORCHRL_TESTS = test_query.py test_rb_core.py test_rb_transforms.py test_prioritized.py test_ensemble.py::TestRBMultidim \
+  $(addprefix test_samplers.py::,TestFindStartStopTraj TestSamplers TestStalenessAwareSampler) $(addprefix test_writers.py::,TestMultiProc TestMaxValueWriter)
 compat: $(COMPAT)/.built  ## TorchRL beside us, as an oracle
 	$(COMPAT)/bin/python -m pytest tests/compat $(ARGS)
 	$(if $(TORCHRL_SRC),$(COMPAT)/bin/python -m pytest -p tests.compat.torchrl_suite.plugin -c /dev/null -p no:cacheprovider --timeout 60 \
@@ -40,10 +41,11 @@ native:  ## the C++ driver: plain, TSan, ASan+UBSan, clang
 aarch64:  ## the C++ driver cross-built, under qemu-user
 	$(MAKE) -C tests/native aarch64
 
-soak: $(VENV)/.built  ## 10,000 SIGKILLs with take-over times; the long forms of the process tests; the large models
+soak: $(VENV)/.built  ## 10,000 SIGKILLs with take-over times; the long forms of the process tests; the large models; checkpoints above 4 GiB
 	$(PY) -m tests.process.soak
 	SHMBUF_SOAK=1 $(PY) -m pytest -n 2 tests/process tests/property $(ARGS)
 	$(PY) tools/dev/models.py --soak
+	$(PY) -m tools.dev.large_checkpoint
 
 sanitize: $(VENV)/.built  ## ASan and UBSan over the Python suite; ARGS=--fast, --torch
 	$(PY) tools/dev/sanitize.py $(ARGS)
@@ -72,7 +74,7 @@ $(VENV)/.made:
 # An editable install with both builds of the core: the shipped one and the one whose steps can be killed by name.
 $(VENV)/.built: $(VENV)/.made $(SOURCES)
 	$(PIP) -c requirements/dev.txt scikit-build-core nanobind cmake ninja
-	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples]'
+	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples,datasets]'
 	touch $@
 
 # TorchRL wants an older tensordict than we do: these few packages in an environment of their own, over all that is in $(VENV).

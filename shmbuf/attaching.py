@@ -13,6 +13,7 @@ from shmbuf.errors import BufferFormatError
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import SAMPLERS, Sampler
 from shmbuf.samplers.sequences import SampleUnit, checked_unit
+from shmbuf.tensors import numbers_of, too_large
 
 if TYPE_CHECKING:
     from shmbuf.replay_buffer import ReplayBuffer
@@ -52,7 +53,9 @@ def checked_sampler(sampler: Any) -> Sampler:
 
 def numbers(values: Any, what: str) -> np.ndarray:
     """Row ids or indices as int64[n]."""
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    array = numbers_of(values)
+    if (number := too_large(array)) is not None:
+        raise IndexError(f"{what}: {number} is out of range: no row has such a number. Nothing was changed")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{what} of dtype {array.dtype}: integers are needed")
     return array.reshape(-1).astype(np.int64)

@@ -13,7 +13,7 @@ from shmbuf._extension import native
 from shmbuf.errors import RingFull, SchemaError
 from shmbuf.reading import Reading, address_of, as_ids
 from shmbuf.rows import as_array
-from shmbuf.schema import Column, flatten, show_key
+from shmbuf.schema import Column, as_key, flatten, show_key
 from shmbuf.ticket import EditTicket, Nothing, left_of, same_ids, seconds_of
 
 _STATUS = native.STATUSES
@@ -22,38 +22,56 @@ _STATUS = native.STATUSES
 class Edits(Reading):
     """What `Buffer` does about edits."""
 
-    def edit(self, ids: Any, rows: Mapping, *, timeout: float | None = None) -> np.ndarray:
+    def edit(
+        self, ids: Any, rows: Mapping, *, version: Any = None, require_newer: bool = False, timeout: float | None = None
+    ) -> np.ndarray:
         """New values for some keys of rows that are stored, for every process; returns when they are there.
 
         Each row changes at once; different rows may change one after another. Priorities, order and trajectories stay: of an end
-        key or trajectory key only the value changes.
+        key or trajectory key only the value changes (a checkpoint that is loaded later goes by the value).
 
         Args:
             ids: int64[n] row ids. Of an id named twice the last values stay.
             rows: arrays [n, *shape] under any of the schema's keys, nested as they are; dtypes are never converted.
+            version: a key of ``rows``, of one integer or float32/64 a row: a row is changed only if its stored number is not larger
+                (require_newer: if it is smaller) than the new one. The writer compares, so that edits of all processes come one
+                after another. Of an id named twice each is compared with what was stored before.
             timeout: seconds in all; None: the buffer's.
 
         Returns:
-            bool[n]: where the row was still stored; others are left out, and counted (``stats()["stale_edits"]``).
+            bool[n]: where the row was changed. Those not stored any more are counted (``stats()["stale_edits"]``).
 
         Raises:
             SchemaError: lists every difference. IndexError: an id never stored. RingFull: the time is over. Nothing was changed.
             CommitPending: edits that are in the ring will be made; ``.ticket`` waits for them.
         """
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
-        return self._edit(ids, rows, timeout, False).wait(left_of(timeout, since))
+        return self._edit(ids, rows, timeout, False, version, require_newer).wait(left_of(timeout, since))
 
-    def put_edit(self, ids: Any, rows: Mapping, *, timeout: float | None = None) -> EditTicket:
+    def put_edit(
+        self, ids: Any, rows: Mapping, *, version: Any = None, require_newer: bool = False, timeout: float | None = None
+    ) -> EditTicket:
         """As `edit`, without waiting for it to be made; ``ticket.wait()`` gives what `edit` returns."""
-        return self._edit(ids, rows, self._timeout if timeout is None else timeout, True)
+        return self._edit(ids, rows, self._timeout if timeout is None else timeout, True, version, require_newer)
 
-    def _edit(self, ids: Any, rows: Mapping, timeout: float | None, wake: bool) -> EditTicket:
+    def _edit(
+        self, ids: Any, rows: Mapping, timeout: float | None, wake: bool, version: Any, require_newer: bool
+    ) -> EditTicket:
         ids = as_ids(ids)
-        spans, arrays = self._spans(rows, len(ids))
-        if not len(ids) or not spans:
+        columns, arrays = self._spans(rows, len(ids))
+        kind = 0
+        if version is not None:
+            at = next((i for i, c in enumerate(columns) if c.key == as_key(version)), None)
+            if at is None:
+                raise KeyError(f"version={show_key(as_key(version))} is none of the keys to edit. Nothing was changed")
+            kind = _kind_of_version(columns[at], require_newer)
+            columns.insert(0, columns.pop(at))
+            arrays.insert(0, arrays.pop(at))
+        if not len(ids) or not columns:
             return EditTicket(Nothing, self, same_ids)  # type: ignore[arg-type]
         self._require_known(ids)
-        return self.submit_edit(spans, [address_of(a) for a in arrays], ids, wake, timeout)
+        spans = [(c.offset, c.nbytes) for c in columns]
+        return self.submit_edit(spans, [address_of(a) for a in arrays], ids, wake, timeout, kind)
 
     def _require_known(self, ids: np.ndarray) -> None:
         end = self._get("window")[2]
@@ -64,13 +82,13 @@ class Edits(Reading):
             stored = f"stored now: {lo} to {hi - 1}" if hi > lo else "the buffer is empty"
             raise IndexError(f"ids[{j}] = {ids[j]}: no such row has been stored; {stored}. Nothing was changed")
 
-    def _spans(self, rows: Mapping, n: int) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
+    def _spans(self, rows: Mapping, n: int) -> tuple[list[Column], list[np.ndarray]]:
         if not isinstance(rows, Mapping):
             raise SchemaError(f"rows are a mapping of key to array, not {type(rows).__name__}")
         if self.schema is None:
             raise SchemaError(f"buffer {self.name!r} has no rows yet, so there is nothing to edit")
         columns = {c.key: c for c in self.schema.columns}
-        lines, spans, arrays = [], [], []
+        lines, found, arrays = [], [], []
         for key, leaf in flatten(rows).items():
             column, array = columns.get(key), as_array(key, leaf)
             if column is None:
@@ -78,19 +96,26 @@ class Edits(Reading):
             elif (line := _difference(column, array, n)) is not None:
                 lines.append(line)
             else:
-                spans.append((column.offset, column.nbytes))
+                found.append(column)
                 raw = array.view(column.numpy) if array.dtype.name == "bfloat16" else array
                 arrays.append(np.require(raw, np.dtype(column.numpy), ["C", "A"]))
         if lines:
             raise SchemaError("an edit does not fit the buffer's schema; nothing was changed:\n  " + "\n  ".join(lines))
-        return spans, arrays
+        return found, arrays
 
     def submit_edit(
-        self, spans: list[tuple[int, int]], addresses: list[int], ids: np.ndarray, wake: bool, timeout: float | None
+        self,
+        spans: list[tuple[int, int]],
+        addresses: list[int],
+        ids: np.ndarray,
+        wake: bool,
+        timeout: float | None,
+        version: int = 0,
     ) -> EditTicket:
-        """For the floors above: an edit of (offset, bytes) of each row, checked; addresses: of the packed new values."""
+        """For the floors above: an edit of (offset, bytes) of each row, checked; addresses: of the packed new values; version: what
+        the first span is, where it is compared."""
         seconds = seconds_of(timeout)
-        t = self._call("edit", spans, addresses, address_of(ids), len(ids), seconds, wake)
+        t = self._call("edit", spans, addresses, address_of(ids), len(ids), seconds, wake, version)
         ticket = EditTicket(t, self, same_ids)  # type: ignore[arg-type]
         why = _STATUS[t.status]
         if why == "never":
@@ -105,6 +130,19 @@ class Edits(Reading):
         if t.status:
             failures.put_failed(self, why, ticket, seconds)  # type: ignore[arg-type]
         return ticket
+
+
+# layout.h: Versions
+_VERSIONS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
+_STRICTLY = 16
+
+
+def _kind_of_version(column: Column, require_newer: bool) -> int:
+    if int(np.prod(column.shape, dtype=np.int64)) != 1 or column.dtype not in _VERSIONS:
+        raise ValueError(
+            f"version={show_key(column.key)} is {column}: one number a row is needed, {', '.join(_VERSIONS)}. Nothing was changed"
+        )
+    return _VERSIONS.index(column.dtype) + 1 + (_STRICTLY if require_newer else 0)
 
 
 def _difference(column: Column, array: np.ndarray, n: int) -> str | None:

@@ -42,9 +42,11 @@ def _parts(data: Any) -> tuple[Form, list[tuple[str, Any]]] | None:
     """A node's form, without those below it, and what it holds by name; None: a leaf."""
     if isinstance(data, Mapping):
         for name in data:
-            if not isinstance(name, str):
-                raise SchemaError(f"key {name!r}: the keys of a dict to store are str")
-        return ["dict", list(data)], list(data.items())
+            if type(name) is not int and not isinstance(name, str):
+                raise SchemaError(f"key {name!r}: the keys of a dict to store are str or int")
+            if type(name) is int and (str(name) in data or not -(2**63) <= name < 2**63):
+                raise SchemaError(f"key {name!r}: also as a str, by which a column is named, or more than 64 bits")
+        return ["dict", list(data)], [(str(name), x) for name, x in data.items()]
     if _is_namedtuple(data):
         kind = type(data)
         return ["namedtuple", kind.__module__, kind.__qualname__, list(data._fields)], list(
@@ -55,21 +57,24 @@ def _parts(data: Any) -> tuple[Form, list[tuple[str, Any]]] | None:
     return None
 
 
-def take_apart(data: Any, single: bool) -> Rows:
-    """A batch, whose leaves have the rows in their first dimension; single: one row.
+def take_apart(data: Any, single: bool, ndim: int = 1) -> Rows:
+    """A batch, whose leaves have the rows in their first dimension (or ``ndim``, see `shmbuf.lanes`); single: one row.
 
     Raises:
         SchemaError: names what cannot be stored, or leaves of different numbers of rows.
     """
     if is_tensor_collection(data):
         kind, td = type(data), data.to_tensordict()
-        if len(td.batch_size) != (0 if single else 1):
-            raise SchemaError(
-                f"got batch size {list(td.batch_size)}: {'add() takes one row, []' if single else 'extend() takes [n]'}"
+        if len(td.batch_size) != (ndim - 1 if single else ndim):
+            of = (
+                ("add() takes one row, []" if single else "extend() takes [n]")
+                if ndim == 1
+                else f"with ndim={ndim} {'add' if single else 'extend'}() takes {ndim - 1 if single else ndim} dimensions"
             )
-        td_leaves: dict[Key, Any] = {}
-        td_leaves.update(_collection(td))
-        return Rows(["tensorclass", kind.__module__, kind.__qualname__], td_leaves, -1 if single else td.batch_size[0])
+            raise SchemaError(f"got batch size {list(td.batch_size)}: {of}")
+        return Rows(
+            ["tensorclass", kind.__module__, kind.__qualname__], collected(td), -1 if single else td.batch_size[0]
+        )
     leaves: dict[Key, Any] = {}
     form = _walk(data, (), single, leaves)
     if single:
@@ -81,7 +86,8 @@ def take_apart(data: Any, single: bool) -> Rows:
     return Rows(form, leaves, len(next(iter(leaves.values()))))
 
 
-def _collection(td: TensorDictBase) -> dict[Key, Any]:
+def collected(td: TensorDictBase) -> dict[Key, Any]:
+    """Its leaves, as `Rows` has them."""
     from shmbuf.tensors import tensor_leaves
 
     values: dict[Key, Any] = {}
@@ -187,7 +193,7 @@ def _join(form: Form, td: TensorDictBase, key: Key) -> Any:
             return leaf.tolist()
         return leaf.numpy() if kind == "array" else leaf
     if kind == "dict":
-        return {name: _join(f, td, (*key, name)) for name, f in zip(form[1], form[2], strict=True)}
+        return {name: _join(f, td, (*key, str(name))) for name, f in zip(form[1], form[2], strict=True)}
     if kind == "namedtuple":
         _, module, name, fields, forms = form
         parts = [_join(f, td, (*key, field)) for field, f in zip(fields, forms, strict=True)]

@@ -57,8 +57,8 @@ def require_inner(inner: Sequence[int], has: Sequence[int] | None, capacity: int
         )
 
 
-def cells(data: Any, single: bool, ndim: int) -> tuple[Any, tuple[int, ...]]:
-    """A batch […, T] (its last of ndim dimensions goes first), or one time step, as flat rows; and the shape of a step."""
+def cells(data: Any, single: bool, ndim: int, time_dim: int) -> tuple[Any, tuple[int, ...]]:
+    """A batch of ndim dimensions (that of time goes first, in exchange), or one time step, as flat rows; and the shape of a step."""
     dims = ndim - 1 if single else ndim
 
     def shape_of(shape: Sequence[int], what: str) -> tuple[int, ...]:
@@ -68,14 +68,14 @@ def cells(data: Any, single: bool, ndim: int) -> tuple[Any, tuple[int, ...]]:
                 + (
                     f"add() takes a time step of {dims} dimensions"
                     if single
-                    else f"extend() takes {dims} dimensions, time last"
+                    else f"extend() takes {dims} dimensions, that of time is number {time_dim}"
                 )
                 + ". Nothing was stored."
             )
         return tuple(shape[:dims])
 
     def flat(x: Any) -> Any:
-        return (x if single else x.transpose(ndim - 1, 0)).flatten(0, dims - 1)
+        return (x if single else x.transpose(time_dim, 0)).flatten(0, dims - 1)
 
     if isinstance(data, Rows):
         shapes = {}
@@ -102,7 +102,7 @@ def cells(data: Any, single: bool, ndim: int) -> tuple[Any, tuple[int, ...]]:
     if single:
         return out, shape
     stored = list(shape)
-    stored[0], stored[-1] = stored[-1], stored[0]
+    stored[0], stored[time_dim] = stored[time_dim], stored[0]
     return out, tuple(stored[1:])
 
 
@@ -183,6 +183,7 @@ class Cells:
     """What a `ShmStorage` does where it has more dimensions than one."""
 
     ndim: int
+    _time_dim: int | None = None
     _inner: tuple[int, ...] | None
     _buffer: Buffer | None
     _ready: Schema | None
@@ -270,6 +271,11 @@ class Cells:
         inner = self.inner or ()
         return torch.Size((len(self) // math.prod(inner), *inner))
 
+    @property
+    def time_dim(self) -> int:
+        """Of the dimensions of a batch that is put or read by index, through this handle, that of time: ``dim_extend``."""
+        return self.ndim - 1 if self._time_dim is None else self._time_dim
+
     def lane_of(self, ids: np.ndarray) -> np.ndarray:
         """int64[n]: the lanes of rows, counted flat."""
         return ids % math.prod(self.inner or ())
@@ -292,12 +298,17 @@ class Cells:
             and index.shape[1] == self.ndim
         ):
             return self.slots_of(index).numpy()
-        return self._cells(index, inner, self.ndim - 1).numpy()
+        return self._cells(index, inner, self.time_dim).numpy()
 
     def _cells(self, index: Any, inner: tuple[int, ...], swap: int) -> torch.Tensor:
         index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
         steps = len(self) // math.prod(inner)
-        return torch.arange(steps * math.prod(inner)).reshape(steps, *inner).transpose(0, swap)[index]
+        try:
+            return torch.arange(steps * math.prod(inner)).reshape(steps, *inner).transpose(0, swap)[index]
+        except (ValueError, OverflowError):  # torch, of what int64 does not hold
+            raise IndexError(
+                f"index {index} is out of range: {steps:,} steps of shape {list(inner)} are stored"
+            ) from None
 
     def _get_cells(self, index: Any, swap: int) -> Any:
         schema = self.schema()

@@ -42,7 +42,12 @@ class Presenting:
         packed = [c.key for c in schema.columns if c.dtype == PACKED]
         return cls(schema.form, packed) if packed or schema.form is not None else None
 
-    def __call__(self, td: TensorDictBase) -> Any:
+    def values(self, td: TensorDictBase) -> TensorDictBase:
+        """Python values in place of their bytes, in ``td`` itself."""
         for key in self._packed:
             td.set(key, values_of(td.get(key)))
+        return td
+
+    def __call__(self, td: TensorDictBase) -> Any:
+        td = self.values(td)
         return td if self._form is None else put_together(self._form, td)

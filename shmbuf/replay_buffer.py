@@ -11,13 +11,20 @@ from tensordict import TensorDictBase
 from shmbuf.attaching import FACES, attach, positive, unpickle
 from shmbuf.buffer import Buffer
 from shmbuf.errors import BufferFormatError
-from shmbuf.face.making import check_drop_last, check_service, made_sampler, made_storage
+from shmbuf.face.making import (
+    check_drop_last,
+    check_service,
+    checked_generator,
+    made_sampler,
+    made_storage,
+    set_time_dim,
+)
 from shmbuf.face.remote import TakesRRefs
 from shmbuf.face.state import State
 from shmbuf.limiter import Words, scaled
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import SAMPLERS, PrioritizedSampler, Sampler
-from shmbuf.samplers.sequences import UNITS, SampleUnit, checked_unit
+from shmbuf.samplers.sequences import SampleUnit, checked_unit, named, unit_of
 from shmbuf.schema import as_key
 from shmbuf.storage import ShmStorage
 from shmbuf.writers import WRITERS, Writer
@@ -49,12 +56,14 @@ class ReplayBuffer(State):
         transform: of rows on their way in and out: see `append_transform`. transform_factory: makes it, at its first use in each
             process (``delayed_init=False``: now), where it cannot be pickled.
         batch_size: of `sample()`.
-        dim_extend: of the dimensions of an `extend`ed batch, the one along which rows follow each other.
+        dim_extend: with a storage of ndim > 1, the dimension of a batch along which rows follow each other, as it is put and read
+            by index through this handle: ndim - 1 (the default: [lanes, T]) or 0 ([T, lanes]).
         generator: see `set_rng`. seed: of this handle's draws; the same seed draws the same of the same stored rows.
         consume_after_n_samples: each row is drawn at most so many times, over all processes: a `ConsumingSampler`.
         limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
-        shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling.
-        service_backend, transport: "direct" ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
+        shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling. ``shared=True`` with
+            ``prefetch``, which TorchRL refuses, is allowed: each handle draws its own batches ahead.
+        service_backend, transport: "direct" or None ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
             see `as_remote`.
 
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, its
@@ -86,7 +95,7 @@ class ReplayBuffer(State):
         shared: bool = False,
         compilable: bool | None = None,
         delayed_init: bool | None = None,
-        service_backend: str = "direct",
+        service_backend: str | None = "direct",
         service_backend_options: Mapping[str, Any] | None = None,
         transport: str = "auto",
         transport_options: Mapping[str, Any] | None = None,
@@ -102,14 +111,11 @@ class ReplayBuffer(State):
             )
         if seed is not None:
             checked_seed(seed)
+        self._rng = checked_generator(generator)
         self._storage = made_storage(storage)
         if consume_after_n_samples is not None and prefetch:
             raise ValueError("Prefetching is not supported when consume_after_n_samples is set.")
-        if dim_extend is not None and dim_extend != self._storage.ndim - 1:
-            raise ValueError(
-                f"dim_extend={dim_extend!r} with a storage of ndim={self._storage.ndim}: rows follow each other along "
-                f"dimension {self._storage.ndim - 1}"
-            )
+        set_time_dim(self._storage, dim_extend)
         self._sampler = made_sampler(sampler, consume_after_n_samples)
         self._sampler.check_capacity(self._storage.max_size)
         self._unit = None if sample_unit is None else checked_unit(sample_unit)
@@ -130,7 +136,6 @@ class ReplayBuffer(State):
             if limiter is not None:
                 self.buffer.set_limiter(limiter, batch=self._batch_size or 1)
             self._settle(seed)
-        self._rng = generator
 
     def _described(self, pin_memory: bool) -> dict[str, Any]:
         """What the segment keeps of it, for those who attach by name."""
@@ -141,7 +146,8 @@ class ReplayBuffer(State):
             "pin_memory": pin_memory,
             "sampler": [self._sampler.name, self._sampler.arguments()],
             "writer": [self._writer.name, self._writer.arguments()],
-            "sample_unit": None if self._unit is None else [self._unit.name, self._unit.arguments()],
+            "dim_extend": self._storage._time_dim,
+            "sample_unit": None if self._unit is None else named(self._unit) or [type(self._unit).__qualname__, {}],
         }
 
     def _set_ways(
@@ -172,12 +178,12 @@ class ReplayBuffer(State):
         self = cls.__new__(cls)
         self._storage = ShmStorage.over(buffer)
         try:
+            set_time_dim(self._storage, face.get("dim_extend"))
             kind, arguments = face.get("sampler", ["random", {}])
             self._sampler = sampler if sampler is not None else SAMPLERS[kind](**arguments)
-            named = face.get("sample_unit")
-            self._unit = unit if unit is not None or named is None else UNITS[named[0]](**named[1])
-            named = face.get("writer")
-            self._writer = cls._made_writer(None) if named is None else WRITERS[named[0]](**named[1])
+            self._unit = unit if unit is not None else unit_of(face.get("sample_unit"))
+            kept = face.get("writer")
+            self._writer = cls._made_writer(None) if kept is None else WRITERS[kept[0]](**kept[1])
             self._batch_size = positive(face.get("batch_size"))
             self._priority_key = tuple(face.get("priority_key") or ()) or None
             self._pin = bool(face.get("pin_memory")) and torch.cuda.is_available()
@@ -201,6 +207,8 @@ class ReplayBuffer(State):
         collate_fn: of batches from now on; None: none.
         """
         storage = made_storage(storage)
+        if storage.ndim == self._storage.ndim:
+            set_time_dim(storage, self._storage._time_dim)
         self._sampler.check_capacity(storage.max_size)
         before, kept = self._storage, self._collate
         for part in (self._sampler, self._unit):
@@ -243,6 +251,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer, metaclass=TakesRRefs)
         timeout: float | None = 0.0,
         **how: Any,
     ) -> Any:
+        """See `ReplayBuffer.sample`; ``include_info`` comes second here."""
         return super().sample(batch_size, return_info, include_info, out=out, timeout=timeout, **how)
 
 

@@ -21,7 +21,7 @@ from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
 from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
-from shmbuf.tensors import make_tensordict, plain, stack, tensor_leaves, tree_of
+from shmbuf.tensors import make_tensordict, plain, slots_at, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
 __all__ = ["Gathering", "ShmStorage", "stack"]
@@ -252,7 +252,7 @@ class ShmStorage(Cells):
                     return ticket
         if self.ndim > 1:
             if inner is None:
-                td, inner = cells(td, single, self.ndim)
+                td, inner = cells(td, single, self.ndim, self.time_dim)
             return self._put_cells(td, inner, wake, timeout, priority_key, stream, priorities)
         if self._ready is None and timeout is None:
             timeout = self.buffer.config["timeout"]
@@ -523,29 +523,12 @@ class ShmStorage(Cells):
         schema = self.schema()
         if self._is_key(index):
             return self._column(schema, (index,) if isinstance(index, str) else index)
-        size, single = len(self), False
-        if isinstance(index, (bool, np.bool_)):
-            raise IndexError("a bool is no index; masks have one entry per stored row")
-        if isinstance(index, (int, np.integer)):
-            single, slots = True, np.array([index], np.int64)
-        elif isinstance(index, slice) or index is Ellipsis:
+        if isinstance(index, slice) or index is Ellipsis:
             return self._clipped(slice(None) if index is Ellipsis else index, lambda slots: self._rows(schema, slots))
-        else:
-            array = torch.as_tensor(index).cpu().numpy() if not isinstance(index, np.ndarray) else index
-            if array.dtype == bool:
-                if array.shape != (size,):
-                    raise IndexError(f"mask of shape {list(array.shape)}: {size:,} rows are stored")
-                array = np.flatnonzero(array)
-            elif array.size and not np.issubdtype(array.dtype, np.integer):
-                raise IndexError(f"index of dtype {array.dtype}: integers or bool")
-            single, shape = array.ndim == 0, array.shape
-            if array.size and int(array.max()) > 2**63 - 1:
-                raise IndexError(f"index {int(array.max())} is out of range: {size:,} rows are stored")
-            slots = array.reshape(-1).astype(np.int64)
-            if len(shape) > 1:
-                return self._rows(schema, self._counted(slots, size)).reshape(shape)
-        rows = self._rows(schema, self._counted(slots, size))
-        return rows[0] if single else rows
+        size = len(self)
+        slots = slots_at(index, size)
+        rows = self._rows(schema, self._counted(slots.reshape(-1), size))
+        return rows if slots.ndim == 1 else rows.reshape(slots.shape) if slots.ndim else rows[0]
 
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)

@@ -68,8 +68,49 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
     return (t if raw is None else t.view(raw)).numpy()
 
 
+def numbers_of(values: Any) -> np.ndarray:
+    """Indices or ids as an array, of Python numbers where numpy would make floats of large ones."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and isinstance(values, (list, tuple)):
+        exact = np.asarray(values, object)
+        return exact if array.size and all(isinstance(i, int) for i in exact.flat) else array
+    return array
+
+
+def too_large(array: np.ndarray) -> int | None:
+    """The first of an array's whole numbers that int64 does not hold: cast, it would be the number of another row."""
+    if array.dtype.kind == "u":
+        over = array > np.iinfo(np.int64).max
+    elif array.dtype == object and all(isinstance(i, int) for i in array.flat):
+        over = np.array([not -(2**63) <= i < 2**63 for i in array.flat], bool)
+    else:
+        return None
+    return int(array[over.reshape(array.shape)].flat[0]) if over.any() else None
+
+
+def slots_at(index: Any, size: int) -> np.ndarray:
+    """int64 slots that an int, list, tensor, array or mask means among ``size`` stored rows, in its shape; negative ones as they are.
+    IndexError: it is none."""
+    if isinstance(index, (bool, np.bool_)):
+        raise IndexError("a bool is no index; masks have one entry per stored row")
+    array = numbers_of(index)
+    if array.dtype == bool:
+        if array.shape != (size,):
+            raise IndexError(f"mask of shape {list(array.shape)}: {size:,} rows are stored")
+        return np.flatnonzero(array)
+    if (number := too_large(array)) is not None:
+        raise IndexError(f"index {number} is out of range: {size:,} rows are stored")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise IndexError(f"index of dtype {array.dtype}: integers or bool")
+    return array.astype(np.int64)
+
+
 def stack(rows: list[Any]) -> TensorDictBase:
     """A list of TensorDicts as a batch. Dtypes are not promoted, as torch.stack would: SchemaError names the key."""
+    if other := sorted({type(r).__name__ for r in rows if not is_tensor_collection(r)}):
+        raise SchemaError(f"a list to store holds TensorDicts, not {', '.join(other)}")
     first = {k: t.dtype for k, t in tensor_leaves(rows[0]).items()}
     for i, td in enumerate(rows[1:], 1):
         for key, t in tensor_leaves(td).items():

@@ -120,13 +120,17 @@ class Ticket:
 
 
 class EditTicket(Ticket):
-    """An edit that is in the ring. It will be made, whatever dies. ``wait`` gives bool[n]: where the row was still stored."""
+    """An edit that is in the ring. It will be made, whatever dies. ``wait`` gives bool[n]: where the row was changed."""
 
     __slots__ = ()
 
     def wait(self, timeout: float | None = None) -> np.ndarray:
         super().wait(timeout)
-        return np.frombuffer(self._native.applied(), bool).copy()
+        return np.frombuffer(self._native.applied(), np.uint8) == 1
+
+    def not_newer(self) -> np.ndarray:
+        """bool[n], once it is made: where the row is left as it was because of its version (``edit(version=)``)."""
+        return np.frombuffer(self._native.applied(), np.uint8) == 2
 
     def ids(self) -> np.ndarray:
         """int64[0]: it stores no rows."""

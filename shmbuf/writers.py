@@ -65,8 +65,12 @@ class Writer:
         return False
 
     def generations_of(self, index: Any) -> torch.Tensor:
-        """int64, shaped like index: which of its rows lies in each slot now, ``row_id // capacity``; −1 where none does."""
-        buffer, slots = self._registered().buffer, torch.as_tensor(index, dtype=torch.int64)
+        """int64, shaped like index: which of its rows lies in each slot now, ``row_id // capacity``; −1 where none does.
+
+        With ndim > 1 an index has ndim numbers a row: a tensor [*shape, ndim], or a tuple of ndim tensors."""
+        storage = self._registered()
+        slots = storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index, dtype=torch.int64)
+        buffer = storage.buffer
         lo, hi = buffer.window
         ids = hi - 1 - (hi - 1 - slots) % buffer.capacity
         stored = (slots >= 0) & (slots < buffer.capacity) & (ids >= lo)
@@ -123,7 +127,11 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 
 
 class ImmutableDatasetWriter(Writer):
-    """Writes nothing: adding, extending and emptying raise RuntimeError, and nothing changes."""
+    """Adds no row: adding, extending and emptying raise RuntimeError, and nothing changes.
+
+    As with TorchRL's, rows that are stored may still be changed in place (``rb[index] = rows``, `set_`), and priorities set. Where that
+    must not be, attach with ``readonly=True``.
+    """
 
     name = "ImmutableDatasetWriter"
     in_turn = False

@@ -25,11 +25,17 @@ __all__ = [
 ]
 
 
+def _checked(hook: Any) -> Callable[..., Any]:
+    if not callable(hook):
+        raise TypeError(f"a hook is a function of a TensorDict, not {type(hook).__name__}")
+    return hook
+
+
 def register_save_hook(rb: Any, hook: Callable[..., Any]) -> None:
     """``hook(data) -> data``, applied by `dumps` to the rows as one TensorDict [capacity]; one that takes ``path`` gets it."""
-    rb._save_hooks = [*getattr(rb, "_save_hooks", ()), hook]
+    rb._save_hooks = [*getattr(rb, "_save_hooks", ()), _checked(hook)]
 
 
 def register_load_hook(rb: Any, hook: Callable[..., Any]) -> None:
     """``hook(data) -> data``, applied by `loads` to what was saved before it is stored; one that takes ``out`` gets None."""
-    rb._load_hooks = [*getattr(rb, "_load_hooks", ()), hook]
+    rb._load_hooks = [*getattr(rb, "_load_hooks", ()), _checked(hook)]

@@ -13,7 +13,7 @@ from shmbuf.buffer import Buffer
 from shmbuf.checkpoint import layout
 from shmbuf.checkpoint.directories import Tell, replacing, showing
 from shmbuf.checkpoint.layout import write_json, write_tensordict_meta
-from shmbuf.checkpoint.snapshot import Copied, copy_rows, state_of
+from shmbuf.checkpoint.snapshot import Copied, copy_rows, state_of, write_array
 from shmbuf.epochs import CONSUMED, EPOCH, EpochReader
 from shmbuf.schema import Column
 
@@ -71,7 +71,7 @@ def dump_buffer(
         for name in ("streams", "heads", "priorities"):
             array = getattr(copied, name)
             if array is not None:
-                array.tofile(own / f"{name}.memmap")
+                write_array(own / f"{name}.memmap", array)
         state["heads"] = 0 if copied.heads is None else len(copied.heads)
         write_json(own / "state.json", state)
         if more is not None:
@@ -84,13 +84,17 @@ def _trees(directory: Path, buf: Buffer, copied: Copied, beta: float) -> None:
     directory.mkdir()
     p, state = copied.priorities, buf._get("priorities")
     assert p is not None
-    slots = (copied.first_slot + np.arange(len(p))) % buf.capacity
-    leaves = np.power(np.nan_to_num(p, nan=1.0) + state["eps"], state["alpha"])
+    leaves = np.power(np.where(np.isnan(p), 1.0, p) + state["eps"], state["alpha"])
+    begin = buf.capacity - copied.first_slot  # of `leaves`: what lies at slot 0 if they go beyond the last one
     for name, empty in (("sumtree", 0.0), ("mintree", FLT_MAX)):
-        tree = np.full(buf.capacity, empty)
-        tree[slots] = leaves
-        tree.tofile(directory / f"{name}.memmap")
-    top = float(slots[np.argmax(p)]) if len(p) and not np.isnan(p).all() else 0.0
+        tree = np.empty(buf.capacity)
+        tree[copied.first_slot : copied.first_slot + len(p)] = leaves[:begin]
+        rest = max(0, len(p) - begin)
+        tree[:rest] = leaves[begin:]
+        tree[rest : copied.first_slot] = tree[copied.first_slot + len(p) :] = empty
+        write_array(directory / f"{name}.memmap", tree)
+    known = len(p) > 0 and not np.isnan(p).all()
+    top = float((copied.first_slot + np.nanargmax(p)) % buf.capacity) if known else 0.0
     meta = {"_alpha": state["alpha"], "_beta": beta, "_eps": state["eps"], "_max_priority": [state["new_row"], top]}
     write_json(
         directory / "sampler_metadata.json", {**meta, "_max_capacity": float(buf.capacity), "_schema_version": 1}

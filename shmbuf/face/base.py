@@ -89,10 +89,12 @@ class Face:
 
     @property
     def storage(self) -> ShmStorage:
+        """Where the rows are; ``rb.storage[index]`` reads them as they are stored. Another one by `set_storage`."""
         return self._storage
 
     @property
     def sampler(self) -> Sampler:
+        """How this handle draws. Another one by `set_sampler`."""
         return self._sampler
 
     @property

@@ -12,9 +12,10 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from shmbuf.errors import SchemaError
 from shmbuf.face.transforming import Transforming
-from shmbuf.schema import Column, Key, as_key, show_key
+from shmbuf.forms import take_apart, take_items
+from shmbuf.schema import Column, Key, Schema, as_key, show_key
 from shmbuf.storage import stack
-from shmbuf.tensors import as_numpy, plain, tensor_leaves
+from shmbuf.tensors import as_numpy, plain, slots_at, tensor_leaves
 
 Self = TypeVar("Self", bound="Editing")
 _ADDED = ("index", "row_id", "priority_weight")  # what samples carry
@@ -45,8 +46,10 @@ class ConditionalUpdateResult(NamedTuple):
         return len(self.updated) - self.updated_count - self.version_rejected_count
 
 
-def _of_rows(value: Any, c: Column, n: int, *, exact: bool = False) -> torch.Tensor:
-    """value as [n, *shape] of the column's dtype. exact: one for each row, nothing is repeated."""
+def _of_rows(
+    value: Any, c: Column, n: int, *, exact: bool = False, refused: type[Exception] = RuntimeError
+) -> torch.Tensor:
+    """value as [n, *shape] of the column's dtype. exact: one for each row, nothing is repeated. refused: what another shape raises."""
     dtype, shape = getattr(torch, c.dtype), (n, *c.shape)
     if not isinstance(value, torch.Tensor):
         value = torch.as_tensor(value)
@@ -56,13 +59,13 @@ def _of_rows(value: Any, c: Column, n: int, *, exact: bool = False) -> torch.Ten
             f"key {show_key(c.key)}: expected {c.dtype}, got {str(value.dtype).removeprefix('torch.')}. Nothing was changed."
         )
     if tuple(value.shape) == (n, *c.shape, 1) or (exact and tuple(value.shape) != shape):
-        raise RuntimeError(
+        raise refused(
             f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
         )
     try:
         return plain(c.key, value.expand(shape))
     except RuntimeError:
-        raise RuntimeError(
+        raise refused(
             f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
         ) from None
 
@@ -130,6 +133,9 @@ class Editing(Transforming):
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             self.set_(index, value)
             return
+        if (form := self._schema().form) is not None and not is_tensor_collection(value):
+            self._set_in_form(index, value, form)
+            return
         rows = stack(list(value)) if isinstance(value, (list, tuple)) and value else value
         if not is_tensor_collection(rows):
             raise SchemaError(f"rows are a TensorDict, not {type(value).__name__}. Nothing was changed.")
@@ -152,12 +158,29 @@ class Editing(Transforming):
             raise SchemaError("rows do not fit the buffer's schema; nothing was changed:\n  " + "\n  ".join(lines))
         self._edit(slots, self._checked(leaves, list(schema.columns), slots, shape))
 
+    def _set_in_form(self, index: Any, value: Any, form: list[Any]) -> None:
+        """Rows that are no TensorDicts: one where the index is one row's, else leaves with the rows in front, or a list of rows."""
+        slots, shape = self._slots(index)
+        if self._touched and (value := self._inverted(value)) is None:
+            return
+        listed = shape and isinstance(value, list) and form[0] != "list"
+        rows = take_items(value) if listed else take_apart(value, not shape)
+        leaves, n = self._storage._convert(rows, not shape, None, None, lambda *_: None)
+        if shape and shape != (n,):
+            raise RuntimeError(f"{n:,} rows for an index of shape {list(shape)}. Nothing was changed.")
+        keys = self._storage.schema().keys
+        self._edit(slots, {k: t if shape else t[None] for k, t in zip(keys, leaves, strict=True)})
+
     def write_all(self, data: Any, end: int | None = None) -> None:
         """``rb[:end] = data``: replace rows in the order of their slots, through the inverse transforms.
 
         end: None: as many as data has; of a full buffer, all. Errors: see ``rb[index] = rows``.
         """
         if end is None and len(self) < self._storage.max_size:
+            if is_tensor_collection(data) and not data.batch_dims:
+                raise SchemaError(
+                    "write_all() takes a batch of rows, batch size [n]; got one row. Nothing was changed."
+                )
             end = data.batch_size[0] if is_tensor_collection(data) else len(data)
         self[:end] = data
 
@@ -174,16 +197,19 @@ class Editing(Transforming):
         """Change rows that are still the ones that were sampled.
 
         Args:
-            index, generation: LongTensor[n]: ``batch["index"]`` and ``batch["row_id"] // capacity``.
-            patch: the keys to change, [n, *shape] each.
+            index, generation: LongTensor[n] (or of more dimensions, as ``extend`` returned the index): ``batch["index"]`` and
+                ``batch["row_id"] // capacity``. With ndim > 1 the index has ndim numbers for each row, in its last dimension.
+            patch: the keys to change, [n, *shape] each (or in the generation's shape, or that of the batch that was put).
             version_key: a column of one number a row, which is set to ``version`` ([n] or one number) where that is larger (or equal,
                 unless ``require_newer``); other rows are left alone. Of several for one row the largest, of equal ones the last, counts.
-                Calls of one process are compared in turn; between processes the comparison is with what was stored when the call began.
+                The writer compares, so that the updates of all processes come one after another: see `Buffer.edit`.
 
         Raises:
-            KeyError, ValueError, RuntimeError, SchemaError: in all cases nothing was changed.
+            KeyError, IndexError, ValueError, SchemaError: in all cases nothing was changed.
         """
-        slots, generations = (torch.as_tensor(t).reshape(-1) for t in (index, generation))
+        index = self._storage.slots_of(index) if self._storage.ndim > 1 else index
+        shape = torch.as_tensor(generation).shape
+        slots, generations = (torch.as_tensor(t).reshape(-1).long().cpu().numpy() for t in (index, generation))
         if len(slots) != len(generations):
             raise ValueError(
                 f"index and generation must address the same number of records, "
@@ -192,44 +218,71 @@ class Editing(Transforming):
         if (version_key is None) != (version is None):
             raise ValueError("version_key and version must be provided together.")
         n, capacity = len(slots), self.buffer.capacity
-        ids = generations.long().cpu().numpy() * capacity + slots.long().cpu().numpy()
+        if n and not (slots.min() >= 0 and slots.max() < capacity):
+            raise IndexError(f"an index is out of range: the capacity is {capacity:,} rows. Nothing was changed.")
         leaves = _leaves(patch)
         columns = [self._columns_of(k)[0] for k in leaves]
-        values = {c.key: _of_rows(leaves[c.key], c, n, exact=True) for c in columns}
-        with self._alone(self._timeout(None)):
-            if version_key is None:
-                return ConditionalUpdateResult(torch.from_numpy(self._apply(ids, values)))
-            if isinstance(version_key, str) and "." in version_key:
-                raise ValueError(
-                    f"Dotted-string version keys are not supported: got {version_key!r}. Pass the nested key in tuple form, "
-                    f"e.g. {tuple(version_key.split('.'))!r}."
-                )
-            key = as_key(version_key)
-            if key in values:
-                raise ValueError(f"version_key {version_key!r} may not appear in patch.")
-            column = self._columns_of(key)[0]
-            if int(np.prod(column.shape, dtype=np.int64)) != 1:
-                raise ValueError(
-                    f"version_key {version_key!r} must reference a per-record scalar field; the storage holds feature shape "
-                    f"{column.shape}."
-                )
-            given = torch.as_tensor(version)
-            if given.numel() not in (1, n):
-                raise ValueError(f"version of shape {list(given.shape)} for {n} records: one, or one for each")
-            new = given.reshape(-1).expand(n).to(getattr(torch, column.dtype))
-            stored, there = self._stored(ids, key)
-            better = new > stored if require_newer else new >= stored
-            wins = torch.zeros(n, dtype=torch.bool)
-            best: dict[int, int] = {}
-            for i in np.flatnonzero(there & better.numpy()).tolist():
-                j = best.get(int(ids[i]))
-                if j is None or new[i] >= new[j]:
-                    best[int(ids[i])] = i
-            wins[list(best.values())] = True
-            updated = torch.zeros(n, dtype=torch.bool)
-            values[key] = new.reshape(n, *column.shape)
-            updated[wins] = torch.from_numpy(self._apply(ids[wins.numpy()], {k: v[wins] for k, v in values.items()}))
-            return ConditionalUpdateResult(updated, torch.from_numpy(there) & ~wins)
+        values = {
+            c.key: _of_rows(self._flat(leaves[c.key], shape, c), c, n, exact=True, refused=SchemaError) for c in columns
+        }
+        ids, chosen, key = generations * capacity + slots, generations >= 0, None  # -1: of a slot that never had a row
+        if version_key is not None:
+            key, values_of = self._version(version_key, version, values, n)
+            values[key], new = values_of, values_of.reshape(-1)
+            best: dict[int, int] = {}  # of several for one row
+            for i, row in enumerate(ids.tolist()):
+                if row not in best or new[i] >= new[best[row]]:
+                    best[row] = i
+            chosen[np.setdiff1d(np.arange(n), list(best.values()))] = False
+        updated, rejected = np.zeros(n, bool), np.zeros(n, bool)
+        if values and chosen.any():
+            arrays = {k: as_numpy(t[torch.from_numpy(chosen)]) for k, t in values.items()}
+            with self._alone(self._timeout(None)):
+                ticket = self.buffer.put_edit(ids[chosen], arrays, version=key, require_newer=require_newer)
+                updated[chosen] = ticket.wait(self._timeout(None))
+            rejected[chosen] = ticket.not_newer()
+        if key is None:
+            return ConditionalUpdateResult(torch.from_numpy(updated))
+        there = set(ids[updated | rejected].tolist())
+        for i in np.flatnonzero(
+            ~chosen & (generations >= 0)
+        ).tolist():  # those that another one of this call came before
+            rejected[i] = int(ids[i]) in there
+        return ConditionalUpdateResult(torch.from_numpy(updated), torch.from_numpy(rejected))
+
+    def _flat(self, value: Any, shape: torch.Size, c: Column) -> Any:
+        """A value for rows of this shape, or of a batch as it was put, as one for rows in a line."""
+        if not isinstance(value, torch.Tensor) or value.numel() != shape.numel() * int(
+            np.prod(c.shape, dtype=np.int64)
+        ):
+            return value
+        ndim, lead = self._storage.ndim, value.shape[: value.ndim - len(c.shape)]
+        if value.shape[len(lead) :] == c.shape and lead == shape:
+            return value.reshape(-1, *c.shape)
+        if value.shape[len(lead) :] == c.shape and len(lead) == ndim > 1:
+            return value.transpose(self._storage.time_dim, 0).reshape(-1, *c.shape)
+        return value
+
+    def _version(self, version_key: Any, version: Any, patched: Mapping[Key, Any], n: int) -> tuple[Key, torch.Tensor]:
+        """Its column's key, and [n, *shape] of its dtype."""
+        if isinstance(version_key, str) and "." in version_key:
+            raise ValueError(
+                f"Dotted-string version keys are not supported: got {version_key!r}. Pass the nested key in tuple form, "
+                f"e.g. {tuple(version_key.split('.'))!r}."
+            )
+        key = as_key(version_key)
+        if key in patched:
+            raise ValueError(f"version_key {version_key!r} may not appear in patch.")
+        column = self._columns_of(key)[0]
+        if int(np.prod(column.shape, dtype=np.int64)) != 1:
+            raise ValueError(
+                f"version_key {version_key!r} must reference a per-record scalar field; the storage holds feature shape "
+                f"{column.shape}."
+            )
+        given = torch.as_tensor(version)
+        if given.numel() not in (1, n):
+            raise ValueError(f"version of shape {list(given.shape)} for {n} records: one, or one for each")
+        return key, given.reshape(-1).expand(n).to(getattr(torch, column.dtype)).reshape(n, *column.shape).contiguous()
 
     def submit_update_if_present(self, **how: Any) -> Future[ConditionalUpdateResult]:
         """`update_if_present` by a thread, one after the other. `synchronize` and `shutdown` wait for it."""
@@ -247,27 +300,25 @@ class Editing(Transforming):
 
     def _slots(self, index: Any) -> tuple[np.ndarray, tuple[int, ...]]:
         """int64[n] slots that an index means now, and its shape."""
-        self._storage.schema()
+        self._schema()
         stored = np.arange(len(self), dtype=np.int64)
         if self._storage.ndim > 1:
             chosen = self._storage.cells_at(index)
             return np.ascontiguousarray(chosen).reshape(-1), chosen.shape
         if index is None or (isinstance(index, tuple) and not index):
             raise IndexError(f"{index!r} is no index: an int, slice, list, tensor, mask or key is")
-        if isinstance(index, (bool, np.bool_)):
-            raise IndexError("a bool is no index; masks have one entry per stored row")
-        if not (isinstance(index, (int, np.integer, slice)) or index is Ellipsis):  # as ShmStorage.get reads them
-            index = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-            if index.dtype == bool and index.shape != stored.shape:
-                raise IndexError(f"mask of shape {list(index.shape)}: {len(stored):,} rows are stored")
-            if index.dtype != bool and index.size and not np.issubdtype(index.dtype, np.integer):
-                raise IndexError(f"index of dtype {index.dtype}: integers or bool")
-            index = index if index.dtype == bool else index.astype(np.int64)
-        slots = stored[index]
+        slots = stored[index if isinstance(index, slice) or index is Ellipsis else slots_at(index, len(stored))]
         return np.ascontiguousarray(slots).reshape(-1), np.shape(slots)
 
+    def _schema(self) -> Schema:
+        if not self.initialized:
+            raise RuntimeError(
+                f"buffer {self.name!r} has no rows yet, so there is nothing to change: extend() stores the first"
+            )
+        return self._storage.schema()
+
     def _columns_of(self, key: Key) -> list[Column]:
-        schema = self._storage.schema()
+        schema = self._schema()
         columns = [c for c in schema.columns if c.key[: len(key)] == key]
         if not columns:
             raise KeyError(f"key {show_key(key)} is not stored: {', '.join(map(show_key, schema.keys))}")
@@ -302,13 +353,6 @@ class Editing(Transforming):
     def _apply(self, ids: np.ndarray, values: dict[Key, torch.Tensor]) -> np.ndarray:
         """bool[n]: changed."""
         return self.buffer.edit(ids, {k: as_numpy(t) for k, t in values.items()})
-
-    def _stored(self, ids: np.ndarray, key: Key) -> tuple[torch.Tensor, np.ndarray]:
-        """What rows hold under a key of one number, [n], and which of them are there, bool[n]."""
-        rows, done = self._storage.gathering(len(ids)), np.zeros(len(ids), np.uint8)
-        rows.fetch(np.ascontiguousarray(ids), done)
-        at = self._storage.schema().keys.index(key)
-        return rows._leaves[at].reshape(-1), done.astype(bool)
 
 
 def _leaves(given: TensorDictBase | Mapping[Any, Any]) -> dict[Key, Any]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from shmbuf.attaching import unpickle
 from shmbuf.face.editing import Editing
 from shmbuf.face.reading import Reading
+from shmbuf.samplers.sequences import named
 
 Self = TypeVar("Self", bound="Lifetime")
 
@@ -102,11 +103,12 @@ class Lifetime(Reading, Editing):
     def __reduce__(self) -> tuple:
         own: dict[str, Any] = {
             "batch_size": self._batch_size,
+            "dim_extend": self._storage._time_dim,
             "sampler": [self._sampler.name, self._sampler.arguments()],
         }
         own["writer"] = [self._writer.name, self._writer.arguments()]
         if self._unit is not None:
-            own["sample_unit"] = [self._unit.name, self._unit.arguments()]
+            own["sample_unit"] = named(self._unit) or self._unit
         if self._ahead is not None:
             own["prefetch"] = self._ahead.depth
         for key, value in (

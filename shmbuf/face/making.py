@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shmbuf.attaching import checked_sampler
 from shmbuf.samplers import ConsumingSampler, RandomSampler, Sampler
 from shmbuf.storage import ShmStorage
@@ -26,6 +28,18 @@ def made_storage(storage: Any) -> ShmStorage:
         size = getattr(made, "max_size", "max_size")
         hint = f": rows live in shared memory here, ShmStorage({size}) takes its place"
     raise TypeError(f"storage is a ShmStorage, not {type(made).__name__}{hint}")
+
+
+def set_time_dim(storage: ShmStorage, dim_extend: Any) -> None:
+    """Raises ValueError."""
+    if dim_extend is None:
+        return
+    if isinstance(dim_extend, bool) or dim_extend not in (0, storage.ndim - 1):
+        raise ValueError(
+            f"dim_extend={dim_extend!r} with a storage of ndim={storage.ndim}: rows follow each other along dimension "
+            f"{storage.ndim - 1}" + (", or 0" if storage.ndim > 1 else "")
+        )
+    storage._time_dim = int(dim_extend)
 
 
 def made_sampler(sampler: Any, consume_after_n_samples: int | None) -> Sampler:
@@ -57,6 +71,12 @@ def made_sampler(sampler: Any, consume_after_n_samples: int | None) -> Sampler:
     return ConsumingSampler(int(n))
 
 
+def checked_generator(generator: Any) -> torch.Generator | None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"the numbers of what is drawn come from a torch.Generator, not {type(generator).__name__}")
+    return generator
+
+
 def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
     if batch_size is None and getattr(sampler, "drop_last", False):
         raise ValueError(
@@ -66,7 +86,7 @@ def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
 
 
 def check_service(
-    service_backend: str,
+    service_backend: str | None,
     service_backend_options: Mapping[str, Any] | None,
     transport: str,
     transport_options: Mapping[str, Any] | None,
@@ -78,7 +98,7 @@ def check_service(
             "service_backend='ray' is not made by this constructor. Processes of this machine attach by name "
             "(shmbuf.attach, or send them the object); for other machines see as_remote()"
         )
-    if service_backend != "direct":
+    if service_backend not in (None, "direct"):
         raise ValueError(
             f"service_backend={service_backend!r}: ReplayBuffer supports 'direct' or 'ray'. 'direct' is shared by processes here"
         )

@@ -35,7 +35,7 @@ class Priorities(Face):
             if self._storage.ndim > 1:
                 index = self._storage.slots_of(index)
                 if isinstance(priority, torch.Tensor) and priority.ndim > 1 and priority.numel() == index.numel():
-                    swap = min(self._storage.ndim, priority.ndim) - 1
+                    swap = min(self._storage.time_dim, priority.ndim - 1)
                     priority = priority.transpose(swap, 0).flatten()  # as extend() was given it
             ids = buffer.ids_of(numbers(index, "index"))
         elif index is not None:
@@ -87,7 +87,7 @@ class Priorities(Face):
     def mark_update(self, index: Any) -> None:
         """Give the rows at these indices the priority of new ones."""
         state = self.buffer._get("priorities")
-        self.update_priority(index, state["new_row"] if state else 1.0)
+        self.update_priority(index, state.get("new_row", 1.0) if state else 1.0)
 
     def _reduced(self, priority: torch.Tensor, n: int, shape: torch.Size | None = None) -> torch.Tensor:
         """One number a row (or for all: of no dimension), of a priority [n, …], or [*shape, …] where the n rows have that shape."""

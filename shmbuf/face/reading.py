@@ -85,7 +85,8 @@ class Reading(Transforming):
                 got = td.batch_size.numel()
             else:
                 td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=self._pin, **how)
-                got = td.batch_size.numel() // self._unit.rows_per_anchor
+                each = self._unit.rows_per_anchor
+                got = td.batch_size.numel() // each if each else n
         except BaseException:
             buffer.refund_samples(n)
             raise
@@ -203,10 +204,10 @@ class Reading(Transforming):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         if not self._touched:
-            return self._storage.get(index, self._storage.ndim - 1)
+            return self._storage.get(index, self._storage.time_dim)
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return self[:][index]
-        rows = self._storage.get(index, self._storage.ndim - 1)
+        rows = self._storage.get(index, self._storage.time_dim)
         if self._collate is not None and not isinstance(index, int):
             rows = self._collate(rows)
         return self._forward(rows)

@@ -57,14 +57,14 @@ class Transforming(Face):
         return self.insert_transform(len(self.transform), transform, invert=invert)
 
     def insert_transform(self: Self, index: int, transform: Any, *, invert: bool = False) -> Self:
-        """Run it as number ``index``. Otherwise as `append_transform`. Raises IndexError, TypeError."""
+        """Run it as number ``index``. Otherwise as `append_transform`. Raises ValueError, TypeError."""
         from shmbuf.transforms import as_transform
 
         chain, i = self.transform, index
         if i < 0:
             i += len(chain)
         if not 0 <= i <= len(chain):
-            raise IndexError(f"index {index} for one of {len(chain) + 1} places among {len(chain)} transforms")
+            raise ValueError(f"index {index} for one of {len(chain) + 1} places among {len(chain)} transforms")
         chain.insert(i, as_transform(transform, invert=invert))
         self._drop_ahead()
         return self
@@ -84,7 +84,7 @@ class Transforming(Face):
         if not self._transforms():
             return rows
         with rows.unlock_() if is_tensor_collection(rows) else contextlib.nullcontext():
-            return self.transform.forward(rows)
+            return self.transform(rows)
 
     def _finished(self, td: TensorDictBase) -> Any:
         """A batch that was drawn as it is given out. What the sampler says of the rows stays in it if a transform takes it out."""

@@ -142,12 +142,12 @@ class Writing(Transforming, Priorities):
         single: bool = False,
         stream: Any = None,
         prioritise: bool | None = None,
+        inner: tuple[int, ...] | None = None,
     ) -> Any:
-        """Lock, first build, room and commit share one timeout."""
+        """Lock, first build, room and commit share one timeout. inner: the rows are `cells` already."""
         ticket, since, storage, key = None, time.monotonic(), self._storage, self._priority_key
-        inner = None
-        if storage.ndim > 1:
-            (td, inner), single = cells(td, single, storage.ndim), False
+        if storage.ndim > 1 and not inner:
+            (td, inner), single = cells(td, single, storage.ndim, storage.time_dim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
         if self._lock.acquire(False):  # the usual case, without the cost of a context manager
             try:
@@ -192,16 +192,12 @@ class Writing(Transforming, Priorities):
             return TensorDict({}, batch_size=[0])
         if self._takes_forms:
             if not isinstance(data, list):
-                return take_apart(data, False)
+                return take_apart(data, False, self._storage.ndim)
             if not all(isinstance(d, TensorDictBase) for d in data):
                 return take_items(data)
         if isinstance(data, (list, tuple)):
             if not data:
                 return TensorDict({}, batch_size=[0])
-            if not all(is_tensor_collection(d) for d in data):
-                raise SchemaError(
-                    f"a list to store holds TensorDicts, not {', '.join(sorted({type(d).__name__ for d in data}))}"
-                )
             return stack(list(data))
         if is_tensor_collection(data):
             return data
@@ -209,7 +205,7 @@ class Writing(Transforming, Priorities):
 
     def _one(self, data: Any) -> Any:
         if self._takes_forms:
-            return take_apart(data, True)
+            return take_apart(data, True, self._storage.ndim)
         return data if is_tensor_collection(data) else self._collect(data, [])
 
     @staticmethod

@@ -7,7 +7,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -100,7 +99,7 @@ struct Ticket {
       }
     return out;
   }
-  nb::bytes applied() const {  // of an edit, once it is committed: a byte for each row, 1 if it was still there
+  nb::bytes applied() const {  // of an edit, once it is committed: a byte for each row, as TicketState has it
     return state ? bytes_of(state->applied.data(), state->applied.size()) : nb::bytes("", 0);
   }
   u64 rows() const {

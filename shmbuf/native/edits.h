@@ -10,6 +10,9 @@
 //   E4  reader   a stripe that stays odd: the record is whole and in its ring until head_pub passes it, so the row as it will be is
 //                its bytes outside the spans and the record's inside: nobody waits for a writer that is stopped, or dead
 //
+// An edit that is for older versions only is compared by the writer, while it plans: a row that is not older loses its id in the record
+// before the plan is sealed, so that every redo, and every reader, passes over it.
+//
 // tests/models/edit.pml: -DNORAISE, -DNOSTRIPE, -DEVENEARLY and -DHALF each return a row that never was.
 #pragma once
 #include "ring.h"
@@ -20,7 +23,7 @@ namespace shmbuf {
 class EditRecord {
  public:
   EditRecord(const u8 *ring, u64 ring_bytes, u64 at, const Record &r)
-      : ring_(ring), size_(ring_bytes), spans_at_(at + sizeof(Record)), n_spans(r.flags), n(r.n_rows), bytes_(r.bytes) {}
+      : ring_(ring), size_(ring_bytes), spans_at_(at + sizeof(Record)), n_spans(spans_of(r.flags)), n(r.n_rows), bytes_(r.bytes), version_(r.flags >> kVersionShift) {}
 
   // What a collector could have written; anything else means damaged memory.
   bool sound(u64 row_bytes) {
@@ -30,14 +33,35 @@ class EditRecord {
       if (!s.bytes || u64(s.offset) + s.bytes > row_bytes) return false;
       width_ += s.bytes;
     }
-    return bytes_ == edit_bytes(n, n_spans, width_);
+    return bytes_ == edit_bytes(n, n_spans, width_) && (!version_ || span(0).bytes == kVersionBytes[version_ & ~u32(kStrictly)]);
   }
   Span span(u32 i) const {
     const u64 w = word(spans_at_ + u64(i) * 8);
     return {u32(w), u32(w >> 32)};
   }
   u64 id(u64 j) const { return word(ids_at() + j * 8); }
-  void mark_stale(u64 j) { store(*reinterpret_cast<u64 *>(const_cast<u8 *>(ring_) + ((ids_at() + j * 8) & (size_ - 1))), kStale, relaxed); }
+  void mark(u64 j, u64 why) { store(*reinterpret_cast<u64 *>(const_cast<u8 *>(ring_) + ((ids_at() + j * 8) & (size_ - 1))), why, relaxed); }
+  bool compares() const { return version_ != kNoVersion; }
+  // After sound(). Whether row j, as it is stored, may be changed.
+  bool newer(u64 j, const u8 *row) const {
+    const Span s = span(0);
+    u8 given[8];
+    read(given, ids_at() + n * 8 + j * width_, s.bytes);
+    const u8 *stored = row + s.offset;
+    switch (version_ & ~u32(kStrictly)) {
+      case kI8: return beats<std::int8_t>(given, stored);
+      case kI16: return beats<std::int16_t>(given, stored);
+      case kI32: return beats<std::int32_t>(given, stored);
+      case kI64: return beats<std::int64_t>(given, stored);
+      case kU8: return beats<std::uint8_t>(given, stored);
+      case kU16: return beats<std::uint16_t>(given, stored);
+      case kU32: return beats<std::uint32_t>(given, stored);
+      case kU64: return beats<std::uint64_t>(given, stored);
+      case kF32: return beats<float>(given, stored);
+      case kF64: return beats<double>(given, stored);
+      default: return true;
+    }
+  }
   // After sound(). f(offset in the row, position of the new bytes in the ring, how many) for each span of row j.
   template <class F> void each_span(u64 j, F f) const {
     u64 at = ids_at() + n * 8 + j * width_;
@@ -52,9 +76,14 @@ class EditRecord {
     copy_bytes(to, ring_ + o, first);
     if (bytes > first) copy_bytes(static_cast<u8 *>(to) + first, ring_, bytes - first);
   }
-  static constexpr u64 kStale = ~0ull;  // in place of an id: the row was overwritten before the edit
+  static constexpr u64 kStale = ~0ull, kOlder = ~0ull - 1;  // in place of an id: overwritten before the edit; its version is not older
 
  private:
+  template <class T> bool beats(const u8 *given, const u8 *stored) const {
+    T a, b;
+    std::memcpy(&a, given, sizeof a), std::memcpy(&b, stored, sizeof b);
+    return version_ & kStrictly ? a > b : a >= b;
+  }
   u64 ids_at() const { return spans_at_ + u64(n_spans) * 8; }
   u64 word(u64 at) const { return load(*reinterpret_cast<const u64 *>(ring_ + (at & (size_ - 1) & ~7ull)), relaxed); }
   const u8 *ring_;
@@ -66,6 +95,7 @@ class EditRecord {
 
  private:
   u64 bytes_, width_ = 0;
+  u32 version_;
 };
 
 inline u32 &stripe_of(const Segment &s, u64 id) { return s.edits().stripe[id % s.capacity % EditTable::kStripes]; }
@@ -90,7 +120,7 @@ inline u64 apply_edits(const Segment &s, const CommitBlock &now, EditRecord &e) 
   for (u64 j = 0; j < e.n; ++j) {
     const u64 id = e.id(j);
     if (!is_live(now, s.capacity, id)) {
-      e.mark_stale(j);
+      if (id != EditRecord::kOlder) e.mark(j, EditRecord::kStale);
       continue;
     }
     ++applied;

@@ -23,7 +23,7 @@ struct Gone { Status why; };  // thrown by Use
 struct TicketState {
   struct Piece { u64 at, end, n, first; };  // first: of an edit, how many of its rows were still there
   std::vector<Piece> pieces;
-  std::vector<u8> applied;  // an edit's, row by row
+  std::vector<u8> applied;  // an edit's, row by row: 1: made; 0: overwritten before; 2: its version is not older
   bool edits = false;
   u64 asked = 0;            // rows that were to be put
   u32 asked_pieces = 1;     // records they make
@@ -199,9 +199,9 @@ class Handle {
     }
     return Status::ok;
   }
-  // New bytes of the rows ids[0, n): the columns' offsets and bytes are the spans of a row.
+  // New bytes of the rows ids[0, n): the columns' offsets and bytes are the spans of a row. version: a Versions of the first, or 0.
   template <class Check>
-  Status edit(const Column *columns, u32 n_columns, const u64 *ids, u64 n_rows, u64 deadline, bool wake, std::shared_ptr<TicketState> &ticket, Check check) {
+  Status edit(const Column *columns, u32 n_columns, u32 version, const u64 *ids, u64 n_rows, u64 deadline, bool wake, std::shared_ptr<TicketState> &ticket, Check check) {
     Putting mine(*this);
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
@@ -220,7 +220,7 @@ class Handle {
           return s;
         }
       harvest(need);
-      const u64 at = producer_.tail(), end = producer_.publish_edit(columns, n_columns, width, ids, from, n);
+      const u64 at = producer_.tail(), end = producer_.publish_edit(columns, n_columns, version, width, ids, from, n);
       remember(ticket, {at, end, n, kPending});
       from += n;
     }
@@ -237,7 +237,11 @@ class Handle {
     if (destroyed()) return Status::destroyed;
     // What was put before this call, by anybody, is to be forgotten: first let it be stored.
     std::vector<u64> tails(s_.n_slots());
-    for (u32 i = 0; i < tails.size(); ++i) tails[i] = load(s_.slot(i).tail, acquire);
+    for (u32 i = 0; i < tails.size(); ++i) {
+      tails[i] = load(s_.slot(i).tail, acquire);
+      u64 &past = s_.slot(i).clear_to;  // past the limiter; its collector only stores what is beyond his tail
+      if (int(i) != slot_) for (u64 seen = load(past, relaxed); seen < tails[i] && !compare_exchange(past, seen, tails[i], relaxed);) {}
+    }
     auto stored = [&] {
       for (u32 i = 0; i < tails.size(); ++i)
         if (int(i) != slot_ && load(s_.slot(i).head_pub, acquire) < tails[i]) return false;
@@ -576,7 +580,7 @@ class Handle {
     p.first = producer_.result(p.at);
     if (!t.edits) return;
     const EditRecord e(producer_.ring(), producer_.size(), p.at, record_at(const_cast<u8 *>(producer_.ring()), producer_.size(), p.at));
-    for (u64 j = 0; j < p.n; ++j) t.applied.push_back(e.id(j) != EditRecord::kStale);
+    for (u64 j = 0; j < p.n; ++j) t.applied.push_back(e.id(j) == EditRecord::kStale ? 0 : e.id(j) == EditRecord::kOlder ? 2 : 1);
   }
   void settle_tickets() {
     for (auto &o : outstanding_) resolve(*o.ticket);

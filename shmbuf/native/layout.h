@@ -25,6 +25,7 @@ namespace shmbuf {
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
 inline constexpr u32 kVersionMajor = 3, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
+inline constexpr u64 kMaxId = (1ull << 61) - (1ull << 40);  // of a checkpoint's first row; links keep 61 bits, and this leaves room to go on
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
 
 constexpr u64 align_up(u64 n, u64 to) { return (n + to - 1) / to * to; }
@@ -207,8 +208,9 @@ static_assert(sizeof(CommitBlock) == 128);
 enum RecordKind : u32 { kRows = 1, kClear = 2, kEdit = 3 };
 enum RecordFlags : u32 {
   kKeepWriteCount = 1,            // CLEAR: empty(empty_write_count=False)
-  kRestart = 8,                   // CLEAR: followed by {first id, write_count, rows_total, 0}: a checkpoint is to be loaded
+  kRestart = 8,                   // CLEAR: followed by {first id, write_count, 0, 0}: a checkpoint is to be loaded
   kStreams = 2, kLeaves = 4,      // ROWS: after the rows, a u64 each (its stream); then a float each (its priority's leaf)
+  kLoaded = 16,                   // ROWS of a checkpoint: kHeadless in a stream's word says that rows before its first are missing
 };
 struct Record {                   // followed by n_rows × row_bytes (an EDIT: see edits.h); a multiple of 32 bytes, so a header never straddles the end
   u64 bytes;                      // of the whole record
@@ -227,6 +229,13 @@ constexpr u64 record_bytes(u64 n_rows, u64 row_bytes, u32 flags) {
 
 struct Span { u32 offset, bytes; };  // inside the row
 inline constexpr u32 kMaxSpans = 4096;
+// flags of an EDIT: how many spans it has | what is asked of a row before it is changed: of the first span, whose type is named, the
+// new value is to be ≥ the stored one, or, kStrictly, larger. 0: nothing.
+enum Versions : u32 { kNoVersion = 0, kI8, kI16, kI32, kI64, kU8, kU16, kU32, kU64, kF32, kF64, kVersionsEnd, kStrictly = 16 };
+inline constexpr u32 kSpansMask = 0xffff, kVersionShift = 16;
+inline constexpr u32 kVersionBytes[] = {0, 1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
+constexpr u32 spans_of(u32 flags) { return flags & kSpansMask; }
+constexpr bool version_known(u32 version) { return (version & ~u32(kStrictly)) < kVersionsEnd && version != u32(kStrictly); }
 constexpr u64 edit_bytes(u64 n, u64 spans, u64 width) { return align_up(sizeof(Record) + spans * sizeof(Span) + n * (8 + width), kRecordAlign); }
 constexpr u64 clear_bytes(u32 flags) { return sizeof(Record) + (flags & kRestart ? kRecordAlign : 0); }
 

@@ -57,9 +57,24 @@ class Sampler:
 
 
 class RandomSampler(Sampler):
-    """Uniform with replacement over the rows stored at the moment of the draw."""
+    """Uniform with replacement over the rows stored at the moment of the draw.
+
+    Args:
+        replacement: False: it is a `SamplerWithoutReplacement`, which takes the other keywords.
+    """
 
     name = "random"
+
+    def __new__(cls, *, replacement: bool = True, **how: Any) -> Any:
+        if cls is not RandomSampler or replacement:
+            return super().__new__(cls)
+        from shmbuf.samplers.epochs import SamplerWithoutReplacement
+
+        return SamplerWithoutReplacement(**how)
+
+    def __init__(self, *, replacement: bool = True):
+        if not replacement:
+            raise TypeError(f"{type(self).__name__} has no variant without replacement")
 
     def sample(
         self,

@@ -94,6 +94,7 @@ class SamplerWithoutReplacement(_EpochSampler):
         shared: one epoch for all readers of the buffer that say so, whatever process they are in: each row goes to one of them,
             and what a killed reader had taken counts as seen. Their options have to be the same. False: an epoch of one's own.
         seed: of the order, the same for all who share. None: this handle's (``seed=``, ``set_rng``), or the buffer's if shared.
+        replacement: False, as `RandomSampler` is told.
 
     A plain ``sample`` goes on into the next epoch if so much of this one has been overwritten that no batch is left of it;
     iterating over the replay buffer ends there.
@@ -104,8 +105,18 @@ class SamplerWithoutReplacement(_EpochSampler):
 
     name = "without_replacement"
 
-    def __init__(self, drop_last: bool = False, shuffle: bool = True, *, shared: bool = False, seed: int | None = None):
+    def __init__(
+        self,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        *,
+        shared: bool = False,
+        seed: int | None = None,
+        replacement: bool = False,
+    ):
         super().__init__(seed)
+        if replacement:
+            raise ValueError("replacement=True: this sampler draws without; RandomSampler draws with")
         self.drop_last, self.shuffle, self.shared = bool(drop_last), bool(shuffle), bool(shared)
 
     def arguments(self) -> dict[str, Any]:

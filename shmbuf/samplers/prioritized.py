@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 REDUCTIONS = ("max", "min", "mean", "median", "sum")
 
 
+def number_of(value: Any) -> Any:
+    """What a tensor of one number holds; anything else as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 class PrioritizedSampler(Sampler):
     """Each row is drawn with probability ``(p + eps) ** alpha / Σ``, independently and with replacement.
 
@@ -30,6 +35,9 @@ class PrioritizedSampler(Sampler):
             1.0 as long as there is none.
         normalize: P_min of the whole "buffer" (as TorchRL) or of the "batch".
         stratified: one draw from each of batch_size equal shares of the sum.
+        replacement: True, as `RandomSampler` may be told otherwise.
+
+    alpha, beta and eps may be tensors of one number.
 
     ``sample`` adds "priority_weight", float32[n]; its largest possible value is 1.
     """
@@ -49,7 +57,11 @@ class PrioritizedSampler(Sampler):
         *,
         normalize: str = "buffer",
         stratified: bool = False,
+        replacement: bool = True,
     ):
+        if not replacement:
+            raise TypeError("replacement=False: drawing by priority has no without-replacement variant")
+        alpha, beta, eps = number_of(alpha), number_of(beta), number_of(eps)
         check_formula(alpha, eps)
         check_weighting(beta, normalize)
         if reduction not in REDUCTIONS:
@@ -89,6 +101,7 @@ class PrioritizedSampler(Sampler):
 
     @beta.setter
     def beta(self, value: float) -> None:
+        value = number_of(value)
         check_weighting(value, self.normalize)
         self._beta = float(value)
 
@@ -116,6 +129,7 @@ class PrioritizedSampler(Sampler):
         if beta is None:
             beta = self._beta
         else:
+            beta = number_of(beta)
             check_weighting(beta, self.normalize)
         return storage.draw_by_priority(
             batch_size,

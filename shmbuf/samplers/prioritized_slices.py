@@ -16,7 +16,7 @@ from shmbuf.failures import writer_text
 from shmbuf.priorities import check_weighting
 from shmbuf.reading import address_of
 from shmbuf.samplers.base import gather
-from shmbuf.samplers.prioritized import PrioritizedSampler
+from shmbuf.samplers.prioritized import PrioritizedSampler, number_of
 from shmbuf.samplers.slices import SliceSampler
 from shmbuf.ticket import left_of, seconds_of
 from shmbuf.trajectories import MAX_TRIES
@@ -89,6 +89,7 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
         if beta is None:
             beta = self._beta
         else:
+            beta = number_of(beta)
             check_weighting(beta, self.normalize)
         n, length = self._shape(batch_size)
         right = self._beyond(length)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.errors import NotEnoughRows
+from shmbuf.lanes import coordinates
 from shmbuf.samplers.base import Sampler, gather, wait_for_rows
 from shmbuf.schema import Key, as_key, show_key
 from shmbuf.ticket import left_of
@@ -30,16 +32,27 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 class SampleUnit:
-    """Makes a batch of the rows that a sampler draws, the anchors. Travels with the buffer's name, as samplers do.
+    """Makes a batch of the rows that a sampler draws, the anchors. Those of this module travel with the buffer's name, as samplers
+    do. One of your own is a subclass with an `expand`; it travels by pickle, and `attach` has to be given it.
 
     Attributes:
         name: of the kind, in the segment. info_keys: what ``sample(return_info=True)`` gives besides the sampler's.
-        rows_per_anchor: of a batch.
+        rows_per_anchor: of a batch; 0: not known.
     """
 
     name: ClassVar[str]
-    info_keys: ClassVar[tuple[str, ...]] = ()
-    rows_per_anchor: int = 1
+    info_keys: tuple[str, ...] = ()
+    rows_per_anchor: int = 0
+
+    def expand(self, index: Any, info: dict[str, Any], storage: ShmStorage) -> tuple[Any, dict[str, Any]]:
+        """TorchRL's: the indices of the batch's rows, of those of the anchors, and what is to be said about each row.
+
+        Args:
+            index: LongTensor[n]; of a storage of more dimensions a tuple of one for each. info: what the sampler says about each anchor.
+
+        What is returned is read as ``storage[index]`` reads it: the rows that lie there then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no expand()")
 
     def arguments(self) -> dict[str, Any]:
         """What another process needs to rebuild it: numbers, strings, lists."""
@@ -61,7 +74,23 @@ class SampleUnit:
         **how: Any,
     ) -> TensorDictBase:
         """The batch of n anchors. Other arguments and errors: the sampler's."""
-        raise NotImplementedError
+        timeout = wait_for_rows(storage, timeout)
+        drawn = sampler.sample(storage, n, timeout=timeout, **how)
+        said = (k for k in sampler.info_keys if k not in ("index", "row_id"))
+        told = {k: t for k in said if (t := drawn.get(k, None)) is not None}
+        index = drawn.get("index")
+        if storage.ndim > 1:
+            index = storage.located(drawn).get("index").unbind(-1)
+        index, info = self.expand(index, dict(told), storage)
+        slots = (storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index)).reshape(-1).cpu().numpy()
+        ids_of = storage.buffer.ids_of
+        td = gather(storage, ids_of(slots), lambda bad: ids_of(slots[bad]), pin=pin)
+        each = {k: torch.as_tensor(v) for k, v in info.items() if k not in ("index", "row_id")}
+        each = {k: t for k, t in each.items() if t.ndim and len(t) == len(slots)}
+        for key, values in each.items():
+            td.set(key, values)
+        self.info_keys = tuple(k for k in each if k not in told)
+        return td if out is None else storage._copy_into(out, td)
 
     def numbered(self, td: TensorDictBase) -> TensorDictBase:
         """A batch that was put together of several, as if it had been drawn as one."""
@@ -75,6 +104,7 @@ class Transition(SampleUnit):
     """The anchors themselves."""
 
     name = "transition"
+    rows_per_anchor = 1
 
     def sample(self, sampler: Sampler, storage: ShmStorage, n: int, **how: Any) -> TensorDictBase:
         return sampler.sample(storage, n, **how)
@@ -206,8 +236,8 @@ class Sequence(SampleUnit):
             before, n_before = buffer.walk_back(anchors, reach + 1)
             to_stop, to_start = n_after - 1, n_before - 1
         else:
-            lo, hi = buffer.window
-            to_stop, to_start = hi - 1 - anchors, anchors - lo
+            (lo, hi), step = buffer.window, math.prod(buffer.schema.inner)  # type: ignore[union-attr]
+            to_stop, to_start = (hi - 1 - anchors) // step, (anchors - lo) // step
         gone = (to_stop < 0) | (to_start < 0)  # overwritten already: the gather will ask for another
         to_stop, to_start = np.maximum(to_stop, 0)[:, None], np.maximum(to_start, 0)[:, None]
         shift = np.clip(ahead - to_stop, 0, to_start) if shifts else np.zeros_like(to_stop)
@@ -215,25 +245,25 @@ class Sequence(SampleUnit):
         valid = (at <= to_stop) & (at >= -to_start)
         at = np.clip(at, -to_start, to_stop)
         if not self._follows_streams:
-            ids = anchors[:, None] + at
+            ids = anchors[:, None] + at * step
         else:
             line = np.concatenate([before[:, :0:-1], after], axis=1)  # ids by offset, from -reach to ahead
             ids = np.take_along_axis(line, at + reach, axis=1)
         ids[gone] = anchors[gone, None]
         return ids, valid
 
-    def expand(
-        self, index: torch.Tensor, info: dict[str, Any], storage: ShmStorage
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def expand(self, index: Any, info: dict[str, Any], storage: ShmStorage) -> tuple[Any, dict[str, Any]]:
         """TorchRL's: the windows about these indices, and info with each anchor's entries repeated and the unit's own."""
-        anchors = storage.buffer.ids_of(index.reshape(-1).numpy())
+        slots = storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index)
+        anchors = storage.buffer.ids_of(slots.reshape(-1).numpy())
         ids, valid = self.windows(storage.buffer, anchors)
         values = {k: torch.as_tensor(v) for k, v in info.items()}
         repeated = {k: v.repeat_interleave(self.total, dim=0) if v.ndim else info[k] for k, v in values.items()}
-        capacity = storage.buffer.capacity
-        return torch.from_numpy(ids.reshape(-1) % capacity), {**repeated, **self._entries(anchors, valid, capacity)}
+        located = _located(torch.from_numpy(ids.reshape(-1)), storage)
+        entries = self._entries(anchors, valid, storage)
+        return located if storage.ndim == 1 else located.unbind(-1), {**repeated, **entries}
 
-    def _entries(self, anchors: np.ndarray, valid: np.ndarray, capacity: int) -> dict[str, torch.Tensor]:
+    def _entries(self, anchors: np.ndarray, valid: np.ndarray, storage: ShmStorage) -> dict[str, torch.Tensor]:
         n, steps = len(anchors), torch.arange(self.total)
         learning = (steps >= self.burn_in) & (steps < self.burn_in + self.length)
         row_id = torch.from_numpy(anchors).repeat_interleave(self.total)
@@ -242,7 +272,7 @@ class Sequence(SampleUnit):
             "step_in_sequence": steps.repeat(n),
             "learning_mask": learning.repeat(n),
             "validity_mask": torch.from_numpy(valid.reshape(-1)),
-            "anchor_index": row_id % capacity,
+            "anchor_index": _located(row_id, storage),
             "anchor_row_id": row_id,
         }
 
@@ -274,12 +304,18 @@ class Sequence(SampleUnit):
         (valid,) = anchors.drop(valid)
         for key, values in anchors.info.items():
             td.set(key, values.repeat_interleave(self.total, dim=0))
-        for name, values in self._entries(anchors.ids, valid, buffer.capacity).items():
+        for name, values in self._entries(anchors.ids, valid, storage).items():
             td.set(name, values)
         return td if out is None else storage._copy_into(out, td)
 
     def numbered(self, td: TensorDictBase) -> TensorDictBase:
         return td.set("sequence_id", torch.arange(len(td) // self.total).repeat_interleave(self.total))
+
+
+def _located(ids: torch.Tensor, storage: ShmStorage) -> torch.Tensor:
+    """As "index" has it: slots, or coordinates [n, ndim]."""
+    slots = ids % storage.buffer.capacity
+    return slots if storage.ndim == 1 else coordinates(slots, storage.schema().inner)
 
 
 class NStep(SampleUnit):
@@ -300,6 +336,7 @@ class NStep(SampleUnit):
     """
 
     name = "nstep"
+    rows_per_anchor = 1
     info_keys = ("steps_to_next_obs", "bootstrap_discount")
 
     def __init__(self, n: int, gamma: float = 0.99, reward_key: Any = None):
@@ -394,10 +431,26 @@ UNITS: dict[str, type[SampleUnit]] = {c.name: c for c in (Transition, Sequence, 
 
 
 def checked_unit(unit: Any) -> SampleUnit:
-    if not isinstance(unit, SampleUnit) or not isinstance(unit, tuple(UNITS.values())):
+    if not isinstance(unit, SampleUnit) or (named(unit) is None and type(unit).expand is SampleUnit.expand):
         known = ", ".join(c.__name__ for c in UNITS.values())
-        raise TypeError(f"sample_unit is one of {known}, not {type(unit).__name__}")
+        raise TypeError(
+            f"sample_unit is one of {known}, or a SampleUnit with an expand() of its own, not {type(unit).__name__}"
+        )
     return unit
+
+
+def named(unit: SampleUnit) -> list[Any] | None:
+    """What a segment keeps of it; None: a class of the user's, which attaching does not import."""
+    return [unit.name, unit.arguments()] if type(unit) in UNITS.values() else None
+
+
+def unit_of(said: Any) -> SampleUnit | None:
+    """Out of what a segment says, or a pickle. Raises ValueError, KeyError, TypeError."""
+    if said is None or isinstance(said, SampleUnit):
+        return said
+    if said[0] not in UNITS:
+        raise ValueError(f"its sample unit is of class {said[0]}: attach(name, sample_unit=)")
+    return UNITS[said[0]](**said[1])
 
 
 def anchor_priorities(

@@ -51,6 +51,7 @@ class SliceSampler(Sampler):
         strict_length: only of trajectories of at least slice_len rows; False: shorter ones are taken whole, the batch is smaller.
         pad_output: fill those up with repetitions of their last row, which ("collector", "mask") tells; needs strict_length=False.
         span: slices may be cut at the trajectory's beginning and end: True: down to one row; i: to slice_len - i rows; a pair.
+        replacement: False: it is a `SliceSamplerWithoutReplacement`, which takes the other keywords.
         by: "trajectory": one uniformly, then the start, as TorchRL draws; "start": uniformly of all starts.
         cache_values, compile, use_gpu, step_key, fragmented: TorchRL's, without effect: rows know their neighbours.
 
@@ -61,6 +62,10 @@ class SliceSampler(Sampler):
     """
 
     name: ClassVar[str] = "slice"
+
+    def __new__(cls, *_: Any, replacement: bool = True, **__: Any) -> Any:
+        without = cls is SliceSampler and not replacement
+        return super().__new__(SliceSamplerWithoutReplacement if without else cls)
 
     def __init__(
         self,
@@ -83,7 +88,10 @@ class SliceSampler(Sampler):
         step_key: Any = "step_count",
         fragmented: bool = False,
         by: str = "trajectory",
+        replacement: bool = True,
     ):
+        if not replacement:
+            raise TypeError(f"replacement=False: {type(self).__name__} has no variant without replacement")
         if (num_slices is None) == (slice_len is None):
             raise TypeError(
                 f"Either num_slices or slice_len must be not None, and not both. Got num_slices={num_slices} and slice_len={slice_len}."
@@ -289,7 +297,17 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
 
     name: ClassVar[str] = "slice_without_replacement"
 
-    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, shared: bool = False, **slices: Any):
+    def __init__(
+        self,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        shared: bool = False,
+        replacement: bool = False,
+        **slices: Any,
+    ):
+        if replacement:
+            raise ValueError("replacement=True: this sampler draws without; SliceSampler draws with")
         if shared:
             raise ValueError(
                 "shared=True: readers of a buffer cannot share a pass over trajectories, which grow; each has passes of its own"

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import shmbuf
-from shmbuf import SamplerWithoutReplacement, ShmStorage, TensorDictReplayBuffer
+from shmbuf import RandomSampler, SamplerWithoutReplacement, ShmStorage, TensorDictReplayBuffer
 
 
 def numbered(first: int, n: int) -> TensorDict:
@@ -18,22 +18,51 @@ def numbered(first: int, n: int) -> TensorDict:
     return TensorDict({"k": k, "obs": k[:, None].float().expand(n, 3)}, [n])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+def run_through(loader: DataLoader) -> list:
+    """All its batches, by workers that end by themselves and without an error."""
+    iterator = iter(loader)
+    batches = list(iterator)
+    codes = [w.join(60) or w.exitcode for w in getattr(iterator, "_workers", ())]
+    assert codes == [0] * loader.num_workers
+    return batches
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn"], ids=["in this process", "fork", "spawn"])
 def test_workers_draw_each_their_own_and_share_an_epoch(method, unique_name):
     with TensorDictReplayBuffer(storage=ShmStorage(1000, name=unique_name), batch_size=8) as rb:
         rb.extend(numbered(0, 200))
-        how = {
-            "collate_fn": rb.as_dataset(0).collate,
-            "num_workers": 2,
-            "multiprocessing_context": method,
-            "timeout": 100,
-        }
-        batches = list(DataLoader(rb.as_dataset(9), **how))
-        assert len(batches) == 9 and all(b.batch_size == (8,) and (b["obs"][:, 0] == b["k"]).all() for b in batches)
-        assert len({tuple(b["k"].tolist()) for b in batches}) == 9, "each worker has a seed of its own"
+        workers = {} if method is None else {"num_workers": 2, "multiprocessing_context": method, "timeout": 100}
+        how = {"collate_fn": rb.as_dataset(0).collate, **workers}
         rb.set_sampler(SamplerWithoutReplacement(shared=True))
-        epoch = torch.cat([b["k"] for b in DataLoader(rb.as_dataset(25), **how)])
-        assert sorted(epoch.tolist()) == list(range(200)), "each row to one worker"
+        batches = run_through(DataLoader(rb.as_dataset(25), **how))
+        assert all(b.batch_size == (8,) and (b["obs"][:, 0] == b["k"]).all() for b in batches)
+        assert sorted(torch.cat([b["k"] for b in batches]).tolist()) == list(range(200)), "each row to one worker"
+        if method != "spawn":  # whose workers take seconds to begin
+            rb.set_sampler(RandomSampler())
+            batches = run_through(DataLoader(rb.as_dataset(9), **how))
+            assert len({tuple(b["k"].tolist()) for b in batches}) == 9, "each worker has a seed of its own"
+            # The buffer itself is a data set of rows, too: torch draws the indices, workers attach and read.
+            of_rows = DataLoader(rb, batch_size=32, shuffle=True, **{**how, "collate_fn": torch.stack})
+            rows = torch.cat(run_through(of_rows))
+            assert sorted(rows["k"].tolist()) == list(range(200)) and (rows["obs"][:, 0] == rows["k"]).all()
+        assert rb.extend(numbered(200, 2)).tolist() == [200, 201] and rb.buffer.check()["findings"] == []
+    shmbuf.destroy(unique_name)  # nobody is attached any more
+
+
+def test_for_batch_in_rb(unique_name):
+    """For ever, whatever is stored at the time; and one pass where the sampler knows one."""
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=8) as rb:
+        rb.extend(numbered(0, 20))
+        for n, batch in enumerate(rb):
+            assert batch.batch_size == (8,) and (batch["obs"][:, 0] == batch["k"]).all()
+            if n == 50:
+                rb.extend(numbered(20, 80))
+            if n == 500:
+                break
+        assert n == 500
+        rb.set_sampler(SamplerWithoutReplacement())
+        for _ in range(2):
+            assert sorted(k for batch in rb for k in batch["k"].tolist()) == list(range(100))
     shmbuf.destroy(unique_name)
 
 

@@ -1,71 +1,81 @@
-"""Every method that reads or sets, from a second process, beside a collector. Imports torch."""
+"""Every name of the face from a second process, beside a collector in a third. Imports torch.
+
+What is done with each name there, and what is asserted, is in `face_uses.py`."""
 
 import multiprocessing
+import traceback
+from pathlib import Path
 
+import pytest
 import torch
-from tensordict import TensorDict
 
 import shmbuf
 from shmbuf import PrioritizedSampler, RemoteTensorDictReplayBuffer, ShmStorage
+from tests import page
+from tests.process.face_uses import BATCH, CAPACITY, MISUSES, USES, Context, numbered, whole
+
+ROUNDS = 2
 
 
-def numbered(first: int, n: int) -> TensorDict:
-    k = torch.arange(first, first + n)
-    return TensorDict({"k": k, "next": {"obs": k[:, None].float().expand(n, 8)}}, [n])
-
-
-def whole(td) -> bool:
-    """Each row is one that was handed in."""
-    return bool((td["next", "obs"] == td["k"][..., None]).all())
-
-
-def use(name: str, out) -> None:
+def collect(name: str, turns, stop, out) -> None:
+    """Four rows for each turn it is given."""
     torch.set_num_threads(1)
-    rb = shmbuf.attach(name, prefetch=2, seed=3)
-    try:
-        assert type(rb) is RemoteTensorDictReplayBuffer and rb.batch_size == 16 and rb.sample(timeout=60) is not None
-        for _ in range(30):
-            td, info = rb.sample(return_info=True)
-            assert whole(td) and (info["row_id"] == td["row_id"]).all() and whole(rb.sample(7)) and whole(rb.next())
-            assert whole(rb[:]) and whole(rb[[0, 3, -1]]) and whole(rb.read_all_in_order(20)) and whole(rb[5])
-            assert len(rb["k"]) == len(rb) and rb.can_sample() and rb.initialized and rb.is_alive
-            td["td_error"] = torch.rand(16)
-            rb.update_tensordict_priority(td)
-            rb.update_priority(torch.arange(4), 0.5)
-            rb.mark_update(torch.arange(2))
-            assert rb.put(numbered(1_000_000, 3)).rows == 3
-            assert len(rb.extend(numbered(2_000_000, 5))) == 5
-            assert isinstance(rb.add(numbered(3_000_000, 1)[0]), int)
-            state = rb.state_dict()["_storage"]["rows"]
-            assert whole(state) and len(state) <= rb.storage.max_size
-            stats = rb.stats()
-            assert stats["size"] == stats["capacity"] == len(rb) and stats["write_count"] <= rb.write_count
-        rb.shutdown()
-        out.put("done")
-    except BaseException as e:
-        out.put(repr(e))
-        raise
-    finally:
-        rb.close()
+    written = CAPACITY
+    with shmbuf.attach(name) as rb:
+        while not stop.is_set():
+            if turns.acquire(timeout=0.05):
+                rb.extend(numbered(written, 4))
+                written += 4
+    out.put(written - CAPACITY)
 
 
-def test_every_method_from_a_second_process_beside_a_collector(unique_name):
+def use(name: str, path: str, turns, out) -> None:
+    torch.set_num_threads(1)
+    c = Context(name, Path(path))
+    said: dict[str, str | None] = {}
+    for how in (USES, MISUSES) * ROUNDS:
+        for method, what in how.items():
+            while turns.get_value() < 50:
+                turns.release()
+            try:
+                with shmbuf.attach(name, prefetch=2 if method == "next" else None) as rb:
+                    if how is USES:
+                        what(rb, c)
+                    else:
+                        call, error, text = what
+                        with pytest.raises(error, match=text or None):
+                            call(rb, c)
+                        assert whole(rb[:]) and len(rb) == CAPACITY
+                said.setdefault(method, None)
+            except BaseException:
+                said[method] = f"{'used' if how is USES else 'misused'}: {traceback.format_exc()}"
+    out.put((said, c.stored))
+
+
+def test_the_table_has_every_name_of_the_page():
+    assert set(USES) == set(MISUSES) == page.NAMES
+
+
+def test_every_name_from_a_second_process_beside_a_collector(unique_name, tmp_path):
     context = multiprocessing.get_context("fork")
+    turns, stop, out, told = context.Semaphore(0), context.Event(), context.Queue(), context.Queue()
     with RemoteTensorDictReplayBuffer(
-        storage=ShmStorage(200, name=unique_name), sampler=PrioritizedSampler(200), batch_size=16
+        storage=ShmStorage(CAPACITY, name=unique_name, trajectories=True),
+        sampler=PrioritizedSampler(CAPACITY),
+        batch_size=BATCH,
     ) as rb:
-        rb.extend(numbered(0, 200))
-        out = context.Queue()
-        p = context.Process(target=use, args=(unique_name, out))
-        p.start()
-        written, said = 200, None
-        while said is None and p.is_alive():
-            rb.extend(numbered(written, 4))
-            written += 4
-            if not out.empty():
-                said = out.get(timeout=60)
-        said = said or out.get(timeout=60)
-        p.join(60)
-        assert (said, p.exitcode) == ("done", 0)
-        assert rb.write_count == written + 30 * 9, "no row is lost"
+        rb.extend(numbered(0, CAPACITY))
+        collector = context.Process(target=collect, args=(unique_name, turns, stop, told))
+        user = context.Process(target=use, args=(unique_name, str(tmp_path / "checkpoints"), turns, out))
+        for p in (collector, user):
+            p.start()
+        said, stored = out.get(timeout=100)
+        stop.set()
+        collected = told.get(timeout=60)
+        for p in (collector, user):
+            p.join(60)
+        assert not (failed := {k: v for k, v in said.items() if v}), "\n".join(f"{k}, {v}" for k, v in failed.items())
+        assert set(said) == page.NAMES and (collector.exitcode, user.exitcode) == (0, 0)
+        assert collected > 1000 and rb.write_count == CAPACITY + stored + collected, "no row is lost"
+        assert whole(rb[:]) and not rb.buffer.check()["findings"]
     shmbuf.destroy(unique_name)

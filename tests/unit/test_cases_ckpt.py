@@ -1,13 +1,16 @@
-"""Cases of class CKPT at the TensorDict level; those of kills and memory are in tests/process/test_checkpoint_kills.py."""
+"""Class CKPT of the real cases at the TensorDict level. Kills (B125), restoring beside collectors (B132) and memory (B136) are in
+tests/process/test_checkpoint_kills.py; paths and places (B129, B134) also in test_checkpoint.py."""
 
 from __future__ import annotations
 
+import pickle
 import shutil
 
 import pytest
 import torch
 from tensordict import TensorDict
 
+import shmbuf
 from shmbuf import (
     MinSize,
     PrioritizedSampler,
@@ -49,6 +52,7 @@ def numbers(rb) -> list[int]:
 
 @pytest.mark.parametrize("how", ["before any sample", "after priorities", "at capacity"])
 def test_b127_priorities_before_and_after(make_rb, tmp_path, how):
+    """24 rows of 100, before and after priorities are set, and 100 of 100: P of every row to 1e-12, and the same draws."""
     a, b = (make_rb(sampler=PrioritizedSampler(100, 0.6, 0.4)) for _ in range(2))
     a.extend(rows(0, 24))
     if how != "before any sample":
@@ -68,7 +72,48 @@ def test_b127_priorities_before_and_after(make_rb, tmp_path, how):
         assert torch.equal(x["k"], y["k"]) and torch.equal(x["priority_weight"], y["priority_weight"])
 
 
+FRESH = """
+import sys
+from shmbuf import Buffer
+from shmbuf.checkpoint import load_buffer
+with Buffer.create(None, 100, drain="caller") as buf:
+    buf.keep_priorities(0.6)
+    load_buffer(buf, sys.argv[1])
+    print(len(buf), *(p.hex() for p in map(float, buf.priorities(range(*buf.window)))))
+"""
+
+
+def test_b127_restored_in_a_new_process(make_rb, tmp_path, python):
+    """24 rows of which 12, drawn, have priority 1.0: every P to the bit, in a process that has no torch."""
+    rb = make_rb(sampler=PrioritizedSampler(100, 0.6, 0.4))
+    rb.extend(rows(0, 24))
+    rb.update_priority(None, 3.0, row_id=torch.arange(24))
+    rb.update_priority(None, torch.ones(12), row_id=rb.sample(12)["row_id"])
+    rb.dumps(tmp_path / "c")
+    n, *priorities = python(FRESH, tmp_path / "c").split()
+    assert n == "24" and len(set(priorities)) == 2
+    assert [float.fromhex(p) for p in priorities] == rb.buffer.priorities(range(24)).tolist()
+
+
+def test_b129_of_a_buffer_and_a_path_that_nobody_named(tmp_path, monkeypatch):
+    """The default storage, an unnamed one, saves to a relative path with a space in it; the second save replaces the first."""
+    monkeypatch.chdir(tmp_path)
+    with TensorDictReplayBuffer() as rb, TensorDictReplayBuffer() as other:
+        rb.extend(rows(0, 10))
+        rb.dumps("a place")
+        rb.extend(rows(10, 3))
+        rb.dumps("a place")
+        other.loads("a place")
+        assert numbers(other) == list(range(13))
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full/diary").write_text("mine")
+        with pytest.raises(shmbuf.CheckpointError, match="diary"):
+            rb.dumps("full")
+        assert (tmp_path / "full/diary").read_text() == "mine"
+
+
 def test_b129_save_load_save_again_elsewhere(make_rb, tmp_path):
+    """B is whole without A. Also A twice; other kinds of path are in `test_paths`."""
     rb, other = make_rb(), make_rb()
     rb.extend(rows(0, 30))
     dumps(rb, tmp_path / "A")
@@ -81,8 +126,10 @@ def test_b129_save_load_save_again_elsewhere(make_rb, tmp_path):
     assert numbers(other) == numbers(rb) == list(range(31))
 
 
-def test_b131_episode_bookkeeping_after_a_load(make_rb, tmp_path):
-    sampler = SliceSampler(slice_len=4, strict_length=True)
+@pytest.mark.parametrize("length", [4, 5])
+def test_b131_episode_bookkeeping_after_a_load(make_rb, tmp_path, length):
+    """Episodes of 7, cut at 4: none is longer than 7, the cut one has 4 rows and no end, no slice joins old and new."""
+    sampler = SliceSampler(slice_len=length, strict_length=True)
     a, b = (make_rb(sampler=sampler) for _ in range(2))
     a.extend(rows(0, 7 * 3 + 4, 7))
     dumps(a, tmp_path / "c")
@@ -93,12 +140,16 @@ def test_b131_episode_bookkeeping_after_a_load(make_rb, tmp_path):
     assert lengths == [4] + [7] * 6
     cut = next(t for t in b.buffer.trajectories() if t.rows == 4)
     assert not cut.ended and not cut.head_missing
+    seen = set()
     for _ in range(50):
-        k = b.sample(20)["k"].reshape(-1, 4)
+        k = b.sample(4 * length)["k"].reshape(-1, length)
         assert (k.diff(dim=1) == 1).all()
+        seen |= set(k.flatten().tolist())
+    assert (24 in seen) == (length == 4), "the cut one is long enough for slices of 4 only"
 
 
 def test_b132_restored_once_not_twice(make_rb, tmp_path):
+    """Replaces what is stored: into a buffer that has the same rows, and twice. While collectors put: test_checkpoint_kills.py."""
     rb = make_rb()
     rb.extend(rows(0, 40))
     dumps(rb, tmp_path / "c")
@@ -108,8 +159,7 @@ def test_b132_restored_once_not_twice(make_rb, tmp_path):
 
 
 def test_b134_restore_puts_the_data_where_it_is_asked_to(make_rb, tmp_path):
-    import shmbuf
-
+    """Into the handle it is called on, in every attached process; a missing or empty place is an error, never an empty buffer."""
     a, b = make_rb(), make_rb()
     a.extend(rows(0, 33))
     dumps(a, tmp_path / "c")
@@ -124,30 +174,31 @@ def test_b134_restore_puts_the_data_where_it_is_asked_to(make_rb, tmp_path):
     assert len(b) == 33
 
 
-@pytest.mark.parametrize("limiter", [MinSize(5000), RateLimiter(2.0, min_size=1000, error_buffer=300.0)])
+WRITTEN = 100_073
+
+
+@pytest.mark.parametrize("limiter", [MinSize(50_000), RateLimiter(2.0, min_size=1000, error_buffer=3000.0)])
 def test_b137_loaded_and_sampling_starts(make_rb, tmp_path, limiter):
+    """100,073 rows written, 2,000 stored, under a minimum size or a ratio: sampling goes on at once, as far from its bounds as before."""
     a, b = (make_rb(2000, limiter=limiter, batch_size=10) for _ in range(2))
-    at = 0
-    while at < 10_073:
-        n = min(100, 10_073 - at)
-        a.extend(rows(at, n), timeout=30)
-        at += n
-        state = a.buffer.limiter_state()
+    for at in range(0, WRITTEN, 1000):
+        a.extend(rows(at, min(1000, WRITTEN - at)), timeout=30)
         while isinstance(limiter, RateLimiter) and at >= 1000 and a.buffer.limiter_state()["diff"] > 2000:
-            a.sample(10)
+            a.sample(1000)
     a.sample(timeout=0)
     before = a.buffer.limiter_state()
     dumps(a, tmp_path / "c")
     done = loads(b, tmp_path / "c")
-    assert done.rows == 2000
+    assert done.rows == 2000 and a.write_count == WRITTEN
     b.sample(timeout=0)
     after = b.buffer.limiter_state()
-    assert state and not after["sampler_waits_for_size"] and after["allowance"] != 0
+    assert not after["sampler_waits_for_size"] and after["allowance"] != 0
     if isinstance(limiter, RateLimiter):  # as far from where samplers stop as before, but for the batch just drawn
         assert after["diff"] - after["min_diff"] == before["diff"] - before["min_diff"] - 10
         assert after["max_diff"] - after["diff"] == before["max_diff"] - before["diff"] + 10
-    b.extend(rows(at, 1), timeout=30)
-    assert numbers(b)[-1] == at
+    assert b.write_count == WRITTEN
+    assert b.extend(rows(WRITTEN, 1), timeout=30).tolist() == [WRITTEN % 2000]
+    assert numbers(b)[-1] == WRITTEN and b.write_count == WRITTEN + 1 and b.buffer.window[1] == WRITTEN + 1
 
 
 def test_samples_go_on_as_they_would_have(make_rb, tmp_path):
@@ -214,10 +265,6 @@ class Nasty:
 
 
 def test_the_transform_comes_back_and_runs_no_code(make_rb, tmp_path, capsys):
-    import pickle
-
-    import shmbuf
-
     a, b = make_rb(), make_rb()
     a._transform, b._transform = Transform(), Transform()
     a._transform.mean += 5

@@ -7,9 +7,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmbuf import SchemaError, ShmStorage, TensorDictReplayBuffer
+from shmbuf import PrioritizedSampler, ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
 from tests.unit.helpers import unmoved
 from tests.unit.helpers_torch import rows, same
+from tests.unit.test_indexing_torch import LARGE
 
 
 @pytest.fixture
@@ -166,10 +167,124 @@ def test_an_index_means_the_same_to_a_write_as_to_a_read(make_rb, index):
     assert rb[index]["k"].tolist() == [99, 99] and (rb[:]["k"] == 99).sum() == 2
 
 
-@pytest.mark.parametrize("index", [None, (), [True, False], torch.zeros(0, dtype=torch.bool), [0.5], True])
+@pytest.mark.parametrize(
+    "index", [None, (), [True, False], torch.zeros(0, dtype=torch.bool), [0.5], True, *LARGE], ids=repr
+)
 def test_what_is_no_index_is_refused_and_changes_nothing(make_rb, index):
     rb = make_rb()
     rb.extend(rows(0, 5))
-    with pytest.raises(IndexError):
-        rb.set_at_("k", torch.tensor(99), index)
+    for write in (lambda: rb.set_at_("k", torch.tensor(99), index), lambda: rb.__setitem__(index, rows(99, None))):
+        with pytest.raises(IndexError), unmoved(rb.buffer):
+            write()
     assert rb[:]["k"].tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, 2**70, -(2**63) - 1])
+def test_no_row_has_a_number_that_int64_does_not_hold(make_name, number):
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(5, name=make_name(), drain="caller"), sampler=PrioritizedSampler(5)
+    ) as rb:
+        rb.extend(rows(0, 5))
+        for call in (
+            lambda: rb.update_priority(number, 2.0),
+            lambda: rb.update_priority([0, number], 2.0),
+            lambda: rb.update_priority(None, 2.0, row_id=[number]),
+            lambda: rb.mark_update([number]),
+        ):
+            with pytest.raises(IndexError, match=str(number)), unmoved(rb.buffer):
+                call()
+
+
+@pytest.mark.parametrize("index", [2**63, [2**64 - 1], np.uint64(2**64 - 1)], ids=repr)
+def test_large_numbers_are_no_index_of_several_dimensions_either(make_name, index):
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(12, name=make_name(), drain="caller", ndim=2, batch_shape=(3,))
+    ) as rb:
+        rb.extend(TensorDict({"k": torch.arange(6).reshape(3, 2)}, [3, 2]))
+        for call in (lambda: rb[index], lambda: rb.set_at_("k", 9, index)):
+            with pytest.raises(IndexError), unmoved(rb.buffer):
+                call()
+
+
+BEFORE = [
+    lambda rb: rb.set_("k", torch.zeros(0)),
+    lambda rb: rb.set_at_("k", 0, 0),
+    lambda rb: rb.update_({"k": torch.zeros(0)}),
+    lambda rb: rb.write_all(rows(0, 2)),
+    lambda rb: rb.__setitem__(0, rows(0, None)),
+    lambda rb: rb.update_if_present(index=[0], generation=[0], patch={"k": [1]}),
+]
+
+
+@pytest.mark.parametrize("call", BEFORE, ids=["set_", "set_at_", "update_", "write_all", "setitem", "if_present"])
+def test_before_the_first_rows_there_is_nothing_to_change(make_rb, call):
+    rb = make_rb(schema=None)
+    with pytest.raises(
+        RuntimeError, match=r"has no rows yet, so there is nothing to change: extend\(\) stores the first"
+    ):
+        call(rb)
+    assert not rb.initialized
+
+
+def test_before_the_first_rows_nothing_can_be_marked(make_name):
+    with TensorDictReplayBuffer(storage=ShmStorage(5, name=make_name()), sampler=PrioritizedSampler(5)) as rb:
+        for call in (lambda: rb.mark_update([0]), lambda: rb.update_priority([0], 1.0)):
+            with pytest.raises(IndexError, match="0 rows are stored"):
+                call()
+
+
+NO_ROWS = [[1], (1,), [[1]], ["a"], [None], [rows(0, None), 1], [torch.zeros(4)]]
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=[str(i) for i in range(len(NO_ROWS))])
+def test_a_list_of_something_else_than_rows_is_refused_by_name(full, value):
+    kind = type(value[-1]).__name__  # as extend() says it
+    for call in (
+        lambda: full.__setitem__(0, value),
+        lambda: full.__setitem__([0], value),
+        lambda: full.write_all(value),
+        lambda: full.write_all(value, 1),
+    ):
+        with pytest.raises(SchemaError, match=f"a list to store holds TensorDicts, not {kind}"), unmoved(full.buffer):
+            call()
+    assert same(full[:], rows(0, 10))
+
+
+def test_one_row_is_no_batch_to_write_all(make_rb):
+    rb = make_rb(10)
+    rb.extend(rows(0, 4))
+    with pytest.raises(SchemaError, match=r"batch size \[n\]; got one row"), unmoved(rb.buffer):
+        rb.write_all(rows(0, None))
+
+
+FORMS = [  # rows, one row, and what is no row of theirs
+    (torch.arange(6.0), torch.tensor(9.0), torch.tensor([9.0]), 5),
+    (np.arange(12).reshape(6, 2), np.array([7, 7]), np.array([7]), torch.tensor([7, 7])),
+    (
+        {"a": torch.arange(6), "b": [torch.zeros(6, 2)]},
+        {"a": torch.tensor(9), "b": [torch.ones(2)]},
+        {"a": torch.tensor(9)},
+        5,
+    ),
+    ([f"row {i}" for i in range(6)], "another", 5j, ["another"]),
+]
+
+
+@pytest.mark.parametrize(("many", "one", "wrong", "other"), FORMS, ids=["tensor", "array", "dict", "text"])
+def test_rows_of_other_forms_are_replaced_by_index(make_name, many, one, wrong, other):
+    """As TorchRL's `rb[index] = rows` of tensors: by what `extend` and `add` take, and what `rb[index]` gives."""
+
+    with ReplayBuffer(storage=ShmStorage(6, name=make_name(), drain="caller")) as rb:
+        rb.extend(many)
+        before = [repr(rb[i]) for i in range(6)]
+        for value in (wrong, other):
+            with pytest.raises((SchemaError, RuntimeError)), unmoved(rb.buffer):
+                rb[2] = value
+        rb[2] = one
+        assert [repr(rb[i]) for i in range(6)] == [*before[:2], repr(one), *before[3:]]
+        rb[[0, 1]] = rb[[4, 5]]
+        assert [repr(rb[i]) for i in range(6)] == [*before[4:], repr(one), *before[3:]]
+        rb.write_all(many)
+        assert [repr(rb[i]) for i in range(6)] == before
+        with pytest.raises((SchemaError, RuntimeError)), unmoved(rb.buffer):
+            rb[[0, 1]] = many

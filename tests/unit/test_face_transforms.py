@@ -77,7 +77,7 @@ def test_in_order_forward_and_in_reverse_order_inverse(make_rb):
     rb.insert_transform(0, plus_one)
     assert rb["k"].tolist() == [7, 7]
     for index in (4, -4):
-        with pytest.raises(IndexError, match=f"index {index}"):
+        with pytest.raises(ValueError, match=f"index {index}"):
             rb.insert_transform(index, plus_one)
     with pytest.raises(TypeError):
         rb.append_transform(5)

@@ -41,6 +41,7 @@ REFUSED = [
     ({"checkpointer": 5}, TypeError, "int is not taken"),
     ({"sample_unit": 5}, TypeError, "sample_unit"),
     ({"collate_fn": 5}, TypeError, "collate_fn"),
+    ({"generator": 5}, TypeError, "a torch.Generator, not int"),
     ({"transform_factory": 5}, TypeError, "transform_factory"),
     ({"transform": abs, "transform_factory": list}, TypeError, "mutually exclusive"),
     ({"prefetch": 2}, ValueError, "Dynamic batch-size specification is incompatible"),
@@ -71,6 +72,16 @@ REFUSED = [
 def test_what_is_refused_says_why_and_leaves_nothing(kw, error, text, nothing_moves):
     with pytest.raises(error, match=text):
         TensorDictReplayBuffer(**kw)
+
+
+def test_a_shared_buffer_may_draw_ahead():
+    """TorchRL refuses this: its batches drawn ahead would be of one process. Here each handle draws its own."""
+    with TensorDictReplayBuffer(shared=True, prefetch=2, batch_size=4) as rb:
+        rb.extend(rows(0, 8))
+        batch = rb.sample()
+        assert same(batch.exclude("index", "row_id"), torch.cat([rows(i, 1) for i in batch["row_id"].tolist()]))
+        with pickle.loads(pickle.dumps(rb)) as other:
+            assert len(other.sample()) == 4 and other.stats()["prefetch_queue_size"] > 0
 
 
 def test_what_has_nothing_to_change_is_taken():
@@ -268,6 +279,44 @@ def test_state_dict_brings_back_rows_slots_priorities_and_the_generator(make_nam
         assert len(rb) == 0, "the state of an empty buffer"
 
 
+def test_a_state_some_of_whose_rows_were_overwritten_brings_back_each_once(make_name):
+    """So is the state of a full buffer that others write to meanwhile: its oldest rows are missing."""
+
+    def make():
+        return TensorDictReplayBuffer(
+            storage=ShmStorage(10, name=make_name(), drain="caller"), sampler=PrioritizedSampler(10)
+        )
+
+    for missing in (1, 3, 9):
+        with make() as rb, make() as other:
+            rb.extend(rows(0, 17))
+            state = rb.state_dict()
+            kept, sampler = state["_storage"], state["_sampler"]
+            kept["rows"], kept["first"] = kept["rows"][missing:], (kept["first"] + missing) % 10
+            sampler["priority"] = sampler["priority"][missing:]
+            other.load_state_dict(state)
+            assert other["k"].tolist() == list(range(7 + missing, 17))
+
+
+def test_a_state_has_no_row_that_is_overwritten_before_its_priority_is_read(make_name, monkeypatch):
+    """It was taken with a priority of NaN, which nobody could load."""
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(10, name=make_name(), drain="caller"), sampler=PrioritizedSampler(10)
+    ) as rb:
+        rb.extend(rows(0, 17))
+        priorities = rb.buffer.priorities
+
+        def late(ids):
+            monkeypatch.undo()
+            rb.extend(rows(17, 2))
+            return priorities(ids)
+
+        monkeypatch.setattr(rb.buffer, "priorities", late)
+        state = rb.state_dict()
+        rb.load_state_dict(state)
+        assert rb["k"].tolist() == list(range(9, 17)) and rb.buffer.window[1] % 10 == 8
+
+
 def test_query_goes_through_the_face(make_name):
     with TensorDictReplayBuffer(storage=ShmStorage(100, name=make_name(), trajectories=True)) as rb:
         assert rb.query() == []
@@ -292,6 +341,22 @@ def test_dumps_and_loads_and_their_other_names(make_rb, tmp_path):
         other = make_rb(10)
         getattr(other, back)(tmp_path / str(name))
         assert same(other[:], rb[:])
+
+
+def test_loads_and_dumps_take_what_the_checkpoint_rooms_take(make_rb, tmp_path):
+    rb, told = make_rb(10), []
+    rb.extend(rows(0, 10))
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+
+    rb.save(tmp_path / "c", complete=True, timeout=60, progress=tell)
+    assert told[-1] == (10, 10)
+    told.clear()
+    rb.load(tmp_path / "c", timeout=60, progress=tell)
+    assert told[-1] == (10, 10) and same(rb[:], rows(0, 10))
+    with rb.buffer.pin(seconds=None), pytest.raises(TimeoutError, match=r"0\.1"):  # writers wait for the pin
+        rb.loads(tmp_path / "c", timeout=0.1)
 
 
 def test_hooks_change_what_is_saved_and_what_is_loaded(make_rb, tmp_path):

@@ -75,6 +75,9 @@ def test_an_immutable_buffer_takes_nothing(name):
         with pytest.raises(RuntimeError):
             call()
     assert stored(rb) == [1, 2] and len(rb.sample()) == 2
+    rb[0] = rows(7)[0]  # adds no row: as with TorchRL's, stored ones may be changed
+    rb.set_at_("k", 5, 1)
+    assert stored(rb) == [2, 7] and rb["k"].tolist() == [0, 5] and rb.write_count == 2
     rb.set_writer(RoundRobinWriter)
     assert rb.extend(rows(3)).tolist() == [2] and rb.writer._cursor == 3
     rb.destroy(force=True)

@@ -111,7 +111,7 @@ def test_another_form_than_the_first_is_refused(rb, other):
         ({"a": X, "b": Y[:2]}, "different numbers of rows"),
         (torch.tensor(1.0), "different numbers of rows"),
         ({}, "empty dict"),
-        ({1: X}, "keys of a dict"),
+        ({1.5: X}, "keys of a dict"),
         ({"a": X, "b": "text"}, "str in a batch"),
         ({"index": X}, "what samples call"),
         ([object()], "object cannot be stored"),

@@ -92,6 +92,19 @@ def test_getitem_with_a_key_is_its_column(wrapped, key):
     )
 
 
+# What int64 does not hold: as row −1 it would be the last one.
+LARGE = (
+    2**63,
+    -(2**63) - 1,
+    2**70,
+    [2**63],
+    [2**64 - 1],
+    [0, 2**70],
+    np.uint64(2**64 - 1),
+    np.array([2**64 - 1], "u8"),
+)
+
+
 @pytest.mark.parametrize(
     ("index", "error", "text"),
     [
@@ -101,6 +114,7 @@ def test_getitem_with_a_key_is_its_column(wrapped, key):
         (-7, IndexError, "index -7 is out of range"),
         ([0, -9], IndexError, "index -9 is out of range"),
         (torch.tensor([2**64 - 1], dtype=torch.uint64), IndexError, "out of range"),
+        *((i, IndexError, "out of range: 6 rows are stored") for i in LARGE),
         (1.5, IndexError, "float"),
         ([0.0], IndexError, "float"),
         (True, IndexError, "bool"),

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 import shmbuf
 from shmbuf import ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
@@ -26,10 +26,9 @@ def batch(b: int, t: int, first: int = 0) -> TensorDict:
 
 
 def make(name, size=14, **kw):
-    sampler = kw.pop("sampler", None)
-    return TensorDictReplayBuffer(
-        storage=ShmStorage(size, name=name, ndim=2, drain="caller", **kw), sampler=sampler, batch_size=6
-    )
+    parts = {k: kw.pop(k) for k in ("sampler", "sample_unit") if k in kw}
+    storage = ShmStorage(size, name=name, ndim=2, drain="caller", **kw)
+    return TensorDictReplayBuffer(storage=storage, batch_size=6, **parts)
 
 
 def test_cells_lie_time_first(name):
@@ -115,7 +114,10 @@ def test_slices_stay_in_their_lane_whatever_the_ring_splits_and_another_collecto
             other.put(batch(3, 5, 1000 * i + 500))
         td = rb.sample(300)
         k = td["k"].reshape(-1, 3)
-        assert (k.diff(dim=1) == 1).all()
+        # A lane goes on with the same lane of its collector's next batch: from 149 to 1000, and from 504 to 1500.
+        assert (
+            torch.isin(k.diff(dim=1), torch.tensor([1, 851, 996])).all() and (k.diff(dim=1) == 1).float().mean() > 0.9
+        )
         assert td["index"][:, 1].equal(td["lane"])
         assert (rb[:]["lane"] == torch.arange(3)[:, None]).all()
 
@@ -184,3 +186,75 @@ def test_a_checkpoint_keeps_forms_and_python_values(tmp_path):
     other.loads(tmp_path / "a")
     assert [other[i]["s"] for i in range(2)] == ["hello", "wörld"] and other[1]["a"].tolist() == [0, 0]
     rb.close(), other.close()
+
+
+def test_time_first_where_dim_extend_says_so(make_name):
+    name = make_name()
+    k = torch.arange(8).reshape(4, 2)  # [T, lanes]
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(12, name=name, ndim=2, drain="caller"), dim_extend=0, batch_size=4
+    ) as rb:
+        index = rb.extend(TensorDict({"k": k, "v": torch.zeros(4, 2, dtype=torch.int64)}, [4, 2]))
+        assert index.tolist() == [[t, lane] for t in range(4) for lane in range(2)]
+        assert rb[:]["k"].tolist() == rb["k"].tolist() == k.tolist()
+        assert rb[1:3, 0]["k"].tolist() == [2, 4]
+        rb.set_at_("k", k[1] + 50, 1)
+        rb[3] = TensorDict({"k": k[3] + 60, "v": torch.ones(2, dtype=torch.int64)}, [2])
+        assert rb["k"].tolist() == [[0, 1], [52, 53], [4, 5], [66, 67]]
+        rb.write_all(rb.read_all_in_order())
+        td = rb.sample()
+        assert (td["k"] == rb["k"][tuple(td["index"].T)]).all()
+        new = torch.arange(8).reshape(4, 2) * 10
+        got = rb.update_if_present(index=index, generation=rb.writer.generations_of(index), patch={"k": new})
+        assert got.updated.all() and rb["k"].tolist() == new.tolist()
+        for other in (shmbuf.attach(name), pickle.loads(pickle.dumps(rb))):
+            with other:
+                assert other["k"].tolist() == new.tolist(), "others read it the same way"
+    with pytest.raises(ValueError, match="dim_extend=1 with a storage of ndim=3"):
+        TensorDictReplayBuffer(storage=ShmStorage(8, ndim=3), dim_extend=1)
+    with TensorDictReplayBuffer(storage=ShmStorage(12, ndim=3), dim_extend=0) as rb:
+        k = torch.arange(12).reshape(3, 2, 2)
+        rb.extend(TensorDict({"k": k}, [3, 2, 2]))
+        assert rb["k"].tolist() == k.tolist() and rb.storage["k"].tolist() == k.tolist()
+
+
+@pytest.mark.parametrize("done_key", [("next", "done"), None])
+@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
+def test_windows_stay_in_their_lane_and_say_where(name, boundary, done_key):
+    unit = shmbuf.Sequence(3, episode_boundary=boundary, done_key=done_key, burn_in=1)
+    with make(name, 15, sample_unit=unit) as rb:
+        rb.extend(batch(3, 4))
+        rb.extend(batch(3, 3, 100))  # time goes round: the oldest two steps are overwritten
+        lane = [2, 3, 100, 101, 102]
+        td, info = rb.sample(40, return_info=True)
+        assert td["index"].shape == td["anchor_index"].shape == (160, 2)
+        assert [i.shape for i in info["index"]] == [(160,)] * 2
+        assert (td["lane"].reshape(-1, 4) == td["lane"].reshape(-1, 4)[:, :1]).all()
+        assert td["anchor_index"][:, 1].equal(td["lane"]) and (td["anchor_row_id"] % 15 % 3 == td["lane"]).all()
+        k, valid = td["k"].reshape(-1, 4), td["validity_mask"].reshape(-1, 4)
+        for row, ok, of in zip(k.tolist(), valid.tolist(), td["lane"][::4].tolist(), strict=True):
+            mine = [x + (4 if x < 100 else 3) * of for x in lane]
+            at = [mine.index(x) for x in row]
+            assert all(b - a == 1 for a, b, x, y in zip(at, at[1:], ok, ok[1:], strict=False) if x and y), (row, ok)
+        index, said = unit.expand((torch.tensor([1]), torch.tensor([2])), {}, rb.storage)
+        assert isinstance(index, tuple) and index[1].tolist() == [2] * 4
+        assert said["anchor_index"].tolist() == [[1, 2]] * 4
+
+
+@tensorclass
+class Point:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_tensorclasses_have_lanes(name, dim_extend):
+    x = torch.arange(24.0).reshape(2, 6, 2) if dim_extend else torch.arange(24.0).reshape(6, 2, 2)
+    with ReplayBuffer(storage=ShmStorage(14, name=name, ndim=2), batch_size=4, dim_extend=dim_extend) as rb:
+        rb.extend(Point(x=x, y=x[..., 0].long(), batch_size=x.shape[:2]))
+        assert rb.add(Point(x=torch.ones(2, 2), y=torch.ones(2).long(), batch_size=[2])).tolist() == [[6, 0], [6, 1]]
+        assert isinstance(rb[:], Point) and rb[:].x.narrow(dim_extend, 0, 6).equal(x)
+        assert rb.sample().batch_size == (4,)
+        for wrong in ([], [2], [2, 6, 2]):
+            with pytest.raises(SchemaError, match=r"with ndim=2 extend\(\) takes 2 dimensions"):
+                rb.extend(Point(x=torch.zeros(2, 6, 2), y=torch.zeros(2, 6, 2), batch_size=[2, 6, 2][: len(wrong)]))

@@ -166,7 +166,7 @@ def test_bad_units(make):
     ):
         with pytest.raises(ValueError):
             NStep(**wrong)
-    with pytest.raises(TypeError, match="one of Transition, Sequence, NStep, not int"):
+    with pytest.raises(TypeError, match=r"one of Transition, Sequence, NStep, or a SampleUnit.* not int"):
         make(3)
     with pytest.raises(ValueError, match=r"done_key='t', but trajectories of buffer .* end by"):
         Sequence(2, done_key="t").expand(torch.tensor([0]), {}, make(None, TEN).storage)

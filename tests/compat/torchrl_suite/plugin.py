@@ -3,7 +3,7 @@
     pytest -p tests.compat.torchrl_suite.plugin CHECKOUT/test/rb/test_query.py …
 
 Which tests are not run, and why, stands in left_out.toml: each entry is a decision. A test that is left out by a pattern and one
-that is not there any more are both told at the end.
+that is not there any more are both told at the end. With `--left-out` exactly those tests are run, to look at their failures.
 """
 
 from __future__ import annotations
@@ -108,6 +108,10 @@ def left_out() -> dict[str, str]:
     return {pattern: entry["why"] for entry in entries for pattern in entry["tests"]}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--left-out", action="store_true", help="run only the tests that left_out.toml names")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     stand_in()
     rebind()
@@ -124,6 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             used.add(met)
             out.append(item)
+    if config.option.left_out:
+        kept, out = out, kept
     items[:] = kept
     config.hook.pytest_deselected(items=out)
     config.stash[_LEFT] = (len(out), sorted(set(patterns) - used))
