@@ -78,7 +78,8 @@ class Pusher:
         if ticket is not None:
             if self._numbers[0] == os.getpid():  # not what the parent of a fork pushed
                 ticket.wait(self._buffer.config["timeout"] if timeout is None else timeout)
-            self._pending = None
+            if self._pending is ticket:  # another thread may push meanwhile
+                self._pending = None
 
     def _fit(self, columns: list[Column], timeout: float | None) -> None:
         if columns == self._columns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,13 @@ class Reader:
         self._index = EpisodeIndex(buffer)
         self._owner = self._reads = np.zeros(0, np.int64)  # by slot: whose reads were counted, and how many
         self._columns: Any = None
+        self._lock, self._pid = threading.RLock(), os.getpid()
+
+    def alone(self) -> threading.RLock:
+        """To be held while it reads: threads take turns. One that another thread of a fork's parent may have held is left to it."""
+        if self._pid != os.getpid():
+            self._lock, self._pid = threading.RLock(), os.getpid()
+        return self._lock
 
     def __len__(self) -> int:
         return len(self._index) if self._episodes else len(self._buffer)

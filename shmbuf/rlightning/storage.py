@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,8 @@ class Storage:
     see them a moment later). So of a process that is killed, nobody sees the episodes it was in the middle of, and what it had
     truncated stays.
 
+    Of N environments that step together the adding process keeps N times the longest running episode.
+
     Args:
         capacity: in rows, for both units.
         mode: "circular": the oldest rows are overwritten; "standard" (also called "fixed"): what does not fit is refused.
@@ -92,7 +95,8 @@ class Storage:
         sampler, batch_size: of :attr:`replay_buffer`. timeout: seconds that adding waits for room; None: for ever.
         ring_bytes, max_collectors, drain: see `Buffer.create`.
 
-    Rows come back with their own keys; in samples of a replay buffer they also have ("episode", "id") and ("episode", "rows"), its length.
+    One thread of a process adds at a time; others may look and sample meanwhile. Rows come back with their own keys; in samples of a
+    replay buffer they also have ("episode", "id") and ("episode", "rows"), its length.
     """
 
     def __init__(
@@ -226,12 +230,10 @@ class Storage:
                 f"Mismatched env_id: the env_ret is of {theirs!r}, the policy_resp of {getattr(policy_resp, 'env_id', None)!r}"
             )
         steps = self._steps_of(env_ret.env_id)
-        if env_ret.env_id in self._waiting:
-            self._odd("env_ret_replaced", f"env {theirs!r}: a whole step replaces an EnvRet that had no PolicyResponse")
         if self._debug:
             self._time("transition_pair_to_buffer", min(_latency(env_ret, now), _latency(policy_resp, now)))
         step = self._preprocessed({}, env_ret, policy_resp)
-        self._append(env_ret.env_id, steps, step)
+        self._append(env_ret.env_id, steps, step, whole=True)
         env_ret.ts_env_sent_ns = time.time_ns()
 
     def add_data_async(self, item: EnvRet | PolicyResponse) -> None:
@@ -310,19 +312,22 @@ class Storage:
             steps = VectorSteps(n, post, auto) if n > 1 else SingleSteps(post, auto)
         return steps
 
-    def _append(self, env_id: str, steps: SingleSteps | VectorSteps, step: Mapping[str, Any]) -> None:
+    def _append(
+        self, env_id: str, steps: SingleSteps | VectorSteps, step: Mapping[str, Any], whole: bool = False
+    ) -> None:
         if env_id in self._ended:  # the step before this one ended episodes that could not be stored then
-            self._end(steps, self._ended[env_id], wait=False)
-            del self._ended[env_id]
+            self._store_ended(env_id, steps)
         done = steps.append(step)
-        self._waiting.pop(env_id, None)
         self._running[env_id] = steps
-        if not np.any(done):
-            return
-        envs = None if isinstance(steps, SingleSteps) else np.flatnonzero(done)
-        self._ended[env_id] = envs
+        if self._waiting.pop(env_id, None) is not None and whole:
+            self._odd("env_ret_replaced", f"env {env_id!r}: a whole step replaces an EnvRet that had no PolicyResponse")
+        if np.any(done):
+            self._ended[env_id] = None if isinstance(steps, SingleSteps) else np.flatnonzero(done)
+            self._store_ended(env_id, steps)
+
+    def _store_ended(self, env_id: str, steps: SingleSteps | VectorSteps) -> None:
         try:
-            self._end(steps, envs, wait=False)
+            self._end(steps, self._ended[env_id], wait=False)
         finally:
             if self._pusher.took:
                 del self._ended[env_id]
@@ -408,12 +413,15 @@ class Storage:
 
     # ---- what is stored -----------------------------------------------------------------------------------------------
 
-    def _reader(self) -> Reader:
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[Reader]:
         self._pusher.settle()
-        return self._reads
+        with self._reads.alone():
+            yield self._reads
 
     def __len__(self) -> int:
-        return len(self._reader())
+        with self._reader() as reader:
+            return len(reader)
 
     @property
     def size(self) -> int:
@@ -426,7 +434,8 @@ class Storage:
     def get_data(self) -> TensorDict | list[TensorDict]:
         """All that is stored, oldest first, as copies: a TensorDict [rows]; of episodes one [episodes, rows], or a list of TensorDicts
         [rows] where they have different lengths. Of an empty storage: without rows."""
-        return self._reader().all()
+        with self._reader() as reader:
+            return reader.all()
 
     def __getitem__(self, index: Any) -> Any:
         """By age, 0 is the oldest; negative ones count from the newest. Nested dicts of tensors, copies; of several episodes of
@@ -435,12 +444,14 @@ class Storage:
         index: an integer, a slice, or a list, array or tensor of integers. IndexError: out of range. Of what is no number: IndexError
         for rows, TypeError for episodes.
         """
-        return self._reader().get(index)
+        with self._reader() as reader:
+            return reader.get(index)
 
     @property
     def data_use_counter(self) -> np.ndarray:
         """int32[capacity], by slot: how often this handle read the row there (`get_data`, indices); −1: there is none."""
-        return self._reader().reads()
+        with self._reader() as reader:
+            return reader.reads()
 
     def clear(self, *, partial: bool = False) -> None:
         """Forget what is stored, for every process. partial: also the steps of this process's episodes that are running."""

@@ -1,6 +1,7 @@
 """What stays of episodes in a storage of some capacity, how it is counted, read and forgotten."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tensordict import TensorDict
 
 from shmbuf import CommitPending, RingFull, SchemaError
 from shmbuf.rlightning import EnvRet, PolicyResponse, Storage
+from shmbuf.rlightning.index import EpisodeIndex
 from tests.unit.helpers_rlightning import episode, make, metas, seen, step, vector
 
 __all__ = ["make"]
@@ -381,6 +383,23 @@ class TestReading:
             s[3]
         with pytest.raises(TypeError, match="'x'"):
             s["x"]
+
+    def test_threads_that_look_at_the_same_time_take_turns(self, make, monkeypatch):
+        s = make(unit="episode")
+        episode(s, 0, 3), episode(s, 10, 3)
+        look, others = EpisodeIndex._look, []
+
+        def in_the_middle(index, ids):
+            if not others:
+                others.append(threading.Thread(target=lambda: others.append(len(s))))
+                others[0].start()
+                others[0].join(0.5)  # it waits for us, and we do not wait for it
+            return look(index, ids)
+
+        monkeypatch.setattr(EpisodeIndex, "_look", in_the_middle)
+        assert len(s) == 2
+        others[0].join(60)
+        assert others[1] == len(s) == 2
 
     def test_what_is_overwritten_meanwhile_is_left_out_whole(self, make, monkeypatch):
         s = make(6, unit="episode")
