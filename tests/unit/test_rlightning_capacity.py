@@ -387,19 +387,20 @@ class TestReading:
     def test_threads_that_look_at_the_same_time_take_turns(self, make, monkeypatch):
         s = make(unit="episode")
         episode(s, 0, 3), episode(s, 10, 3)
-        look, others = EpisodeIndex._look, []
+        look, others, waited = EpisodeIndex._look, [], []
 
         def in_the_middle(index, ids):
             if not others:
                 others.append(threading.Thread(target=lambda: others.append(len(s))))
                 others[0].start()
-                others[0].join(0.5)  # it waits for us, and we do not wait for it
+                others[0].join(1.0)  # it waits for us, and we do not wait for it
+                waited.append(others[0].is_alive())
             return look(index, ids)
 
         monkeypatch.setattr(EpisodeIndex, "_look", in_the_middle)
         assert len(s) == 2
         others[0].join(60)
-        assert others[1] == len(s) == 2
+        assert others[1] == len(s) == 2 and waited == [True]
 
     def test_what_is_overwritten_meanwhile_is_left_out_whole(self, make, monkeypatch):
         s = make(6, unit="episode")
