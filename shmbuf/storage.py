@@ -48,7 +48,7 @@ def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
 
-def _torch_dtype(c: Column) -> torch.dtype:
+def torch_dtype(c: Column) -> torch.dtype:
     dtype = torch.uint8 if c.dtype == PACKED else getattr(torch, c.dtype, None)
     if dtype is None:
         raise SchemaError(f"key {show_key(c.key)}: torch {torch.__version__} has no {c.dtype}")
@@ -211,7 +211,7 @@ class ShmStorage(Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
-        self._dtypes = [_torch_dtype(c) for c in schema.columns]
+        self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *_NUMBERS))
@@ -564,7 +564,7 @@ class ShmStorage(Cells):
             columns.add(c.offset, c.nbytes, list(c.shape), "", None)
 
         def read(slots: np.ndarray) -> tuple[int, list[torch.Tensor]]:
-            leaves = [torch.empty((len(slots), *c.shape), dtype=_torch_dtype(c)) for c in chosen]
+            leaves = [torch.empty((len(slots), *c.shape), dtype=torch_dtype(c)) for c in chosen]
             self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], slots)
             return len(slots), leaves
 
