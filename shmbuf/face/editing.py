@@ -301,13 +301,16 @@ class Editing(Transforming):
     def _slots(self, index: Any) -> tuple[np.ndarray, tuple[int, ...]]:
         """int64[n] slots that an index means now, and its shape."""
         self._schema()
-        stored = np.arange(len(self), dtype=np.int64)
         if self._storage.ndim > 1:
             chosen = self._storage.cells_at(index)
             return np.ascontiguousarray(chosen).reshape(-1), chosen.shape
         if index is None or (isinstance(index, tuple) and not index):
             raise IndexError(f"{index!r} is no index: an int, slice, list, tensor, mask or key is")
-        slots = stored[index if isinstance(index, slice) or index is Ellipsis else slots_at(index, len(stored))]
+        size = len(self)
+        if isinstance(index, slice) or index is Ellipsis:
+            slots = np.arange(*(slice(None) if index is Ellipsis else index).indices(size), dtype=np.int64)
+        else:
+            slots = self._storage._counted(slots_at(index, size), size)
         return np.ascontiguousarray(slots).reshape(-1), np.shape(slots)
 
     def _schema(self) -> Schema:
