@@ -193,7 +193,7 @@ def _times(index: Any, dim: int, steps: int, ndim: int) -> tuple[torch.Tensor, A
     if Ellipsis in [p for p in parts if not isinstance(p, (torch.Tensor, np.ndarray))] and len(parts) <= ndim + 1:
         at = next(i for i, p in enumerate(parts) if p is Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (ndim + 1 - len(parts)), *parts[at + 1 :])
-    whole = [isinstance(p, int) and not isinstance(p, bool) or _is_whole(p) for p in parts]
+    whole = [(isinstance(p, int) and not isinstance(p, bool)) or _is_whole(p) for p in parts]
     simple = all(w or isinstance(p, slice) for w, p in zip(whole, parts, strict=True))
     if not simple or dim >= len(parts) or len(parts) > ndim:
         return torch.arange(steps), index  # masks, new dimensions; and what torch has an error for

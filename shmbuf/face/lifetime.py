@@ -43,7 +43,8 @@ class Lifetime(Reading, Editing):
         """Wait for the batches that are being drawn ahead and for `submit_update_if_present`. Raises the first error of theirs."""
         if self._ahead is not None:
             self._ahead.synchronize()
-        pending, self._pending = self._pending, []
+        with self._editing:
+            pending, self._pending = self._pending, []
         for future in pending:
             future.result()
 
@@ -64,7 +65,8 @@ class Lifetime(Reading, Editing):
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
-        editor, self._editor = self._editor, None
+        with self._editing:
+            editor, self._editor = self._editor, None
         if editor is not None:
             editor.shutdown(wait=True)
 
