@@ -190,7 +190,11 @@ class Reading(Transforming):
         """The next batch of an iteration that begins with the first call, or after its end: there it returns None."""
         if self._iterator is None:
             self._iterator = iter(self)
-        batch = next(self._iterator, None)
+        try:
+            batch = next(self._iterator, None)
+        except BaseException:  # which ended it
+            self._iterator = None
+            raise
         if batch is None:
             self._iterator = None
         return batch
