@@ -20,7 +20,7 @@ from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
-from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
+from shmbuf.schema import PACKED, Column, Key, Schema, flatten, same_form, show_key
 from shmbuf.tensors import make_tensordict, plain, slots_at, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
@@ -328,7 +328,7 @@ class ShmStorage(Cells):
                 )
             values = {k: v for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
             leaves = {k: v for k, v in leaves.items() if k not in values}
-        if schema is not None and form != schema.form:
+        if schema is not None and not same_form(form, schema.form):
             raise SchemaError(f"rows are {show(form)}, the buffer's are {show(schema.form)}. Nothing was stored.")
         known = set(schema.keys) if schema is not None else set()
         for key in [

@@ -101,7 +101,11 @@ class Kept:
         if streams is not None:  # counted from 0
             names, self.streams = np.unique(streams, return_inverse=True)
             self.heads = np.flatnonzero(np.isin(names, heads if heads is not None else []))
-        self.state = {"limiter": taken.get("limiter")}
+        limiter = taken.get("limiter")
+        if limiter is not None:
+            kinds = {"num": int, "den": int, "inserted": int, "diff": float}
+            limiter = {k: kind(limiter[k]) for k, kind in kinds.items()}
+        self.state = {"limiter": limiter}
         self.ignored: list[str] = []
         self._take(collected(rows), taken.get("columns"), known)
 
@@ -143,9 +147,7 @@ class Kept:
     def load(self, storage: ShmStorage, slot: int, timeout: float | None) -> _Load:
         """Ready to ``run(None)``; nothing is changed yet. slot: of the oldest row, if the rows fill the buffer."""
         buf = storage.buffer
-        if self.rows == buf.capacity:
-            end = buf.window[1] if buf.schema is not None else 0
-            self.first_id = end + (slot - end) % buf.capacity
+        self.first_id = slot if self.rows == buf.capacity else None
         return _Load(buf, self, timeout, ())  # type: ignore[arg-type]
 
 

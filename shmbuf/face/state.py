@@ -16,6 +16,7 @@ from shmbuf.face.writing import Writing
 from shmbuf.forms import show
 from shmbuf.lanes import require_inner
 from shmbuf.samplers import SAMPLERS, ConsumingSampler, Sampler
+from shmbuf.schema import same_form
 
 
 class State(Lifetime, Writing):
@@ -126,7 +127,7 @@ class State(Lifetime, Writing):
             )
         if n and inner:
             require_inner(inner, self._storage.inner, capacity)
-        if n and self.initialized and kept.get("form") != (form := self._storage.schema().form):
+        if n and self.initialized and not same_form(kept.get("form"), form := self._storage.schema().form):
             raise SchemaError(f"rows are {show(kept.get('form'))}, the buffer's are {show(form)}. Nothing was changed.")
         made = self._sampler_of(sampler["arguments"])
         load = None

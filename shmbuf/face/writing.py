@@ -79,7 +79,7 @@ class Writing(Transforming, Priorities):
             return int(index) if len(index) == 1 else index
         td = data if isinstance(data, TensorDictBase) else self._one(data)
         if self._decides is not None:
-            index = self._placed(td[None], timeout)
+            index = self._placed(td[None] if is_tensor_collection(td) else td, timeout)  # which says what it takes
             return int(index) if len(index) and index[0] >= 0 else None
         index = self._store(td, timeout, False, True, single=True, stream=stream)
         if self._storage.ndim > 1:
