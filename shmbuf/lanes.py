@@ -198,17 +198,19 @@ def _times(index: Any, dim: int, steps: int, ndim: int) -> tuple[torch.Tensor, A
     if not simple or dim >= len(parts) or len(parts) > ndim:
         return torch.arange(steps), index  # masks, new dimensions; and what torch has an error for
     part = parts[dim]
+    of: Any
     if isinstance(part, slice):
         begin, end, by = part.indices(steps)
         if by < 1:
             raise IndexError(f"{part}: a step ≥ 1 is needed")
         chosen, of = torch.arange(begin, max(begin, end), by), slice(None)
     else:
-        chosen = torch.as_tensor(part).cpu().long().reshape(-1)
+        given = torch.as_tensor(part).cpu().long()
+        chosen = given.reshape(-1)
         if chosen.numel() and not (int(chosen.min()) >= -steps and int(chosen.max()) < steps):
             raise IndexError(f"index {part} is out of range: {steps:,} steps are stored")
         chosen = torch.where(chosen < 0, chosen + steps, chosen)
-        of = 0 if isinstance(part, int) else torch.arange(len(chosen)).reshape(torch.as_tensor(part).shape)
+        of = 0 if isinstance(part, int) else torch.arange(len(chosen)).reshape(given.shape)
     return chosen, (*parts[:dim], of, *parts[dim + 1 :])
 
 

@@ -240,7 +240,8 @@ class ShmStorage(Cells):
     ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
-        The ticket's ``wait`` gives a LongTensor of indices. inner: the shape of a time step, of rows that are `cells`. timeout: None: the buffer's. Errors: see `Buffer.put`.
+        The ticket's ``wait`` gives a LongTensor of indices. inner: the shape of a time step, of rows that are `cells`. timeout: None:
+        the buffer's. Errors: see `Buffer.put`.
         """
         if self._direct and type(td) is TensorDict and stream is None and priorities is None:
             batch = td.batch_size

@@ -32,11 +32,13 @@ class Reading(Transforming):
         timeout: float | None = 0.0,
         **how: Any,
     ) -> Any:
-        """A batch, as copies, with "index" (the slot) and "row_id" (64-bit, never repeats).
+        """A batch, as copies, with "index" (int64[n], the slot; with ndim > 1 [n, ndim]: time, then the lane) and "row_id" (int64[n],
+        never repeats). Rows that are no TensorDicts come as they were put; of these ``return_info`` gives the numbers.
 
         Args:
             batch_size: instead of the constructor's.
-            return_info: True: returns (batch, {"index", "row_id", and what the sampler adds}). include_info: TorchRL's deprecated alias.
+            return_info: True: returns (batch, {"index" (with ndim > 1 a tuple of ndim tensors), "row_id", and what the sampler adds}).
+                include_info: TorchRL's deprecated alias.
             out: a TensorDict of batch size [n] whose tensors are written; returned. A previous sample will do.
             timeout: seconds to wait while the buffer is empty, or its limiter says so; 0: raise at once; None: for ever.
             how: what the sampler takes for one call, like ``beta=`` of a `PrioritizedSampler`.

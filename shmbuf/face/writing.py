@@ -37,14 +37,15 @@ class Writing(Transforming, Priorities):
         """Store a batch of rows; returns when every sampler of every process can draw them.
 
         Args:
-            tensordicts: a TensorDict of batch size [n] (any strides, any device; dtypes are never converted), or a list of
-                TensorDicts to stack. ``index``, ``row_id`` and ``priority_weight`` are dropped unless the schema has them.
+            tensordicts: a TensorDict of batch size [n] (with ndim > 1 of ndim dimensions; any strides, any device; dtypes are never
+                converted), or a list of TensorDicts to stack. Of a `ReplayBuffer` also the other forms of rows that it names, with
+                the rows in front, and lists of one a row. ``index``, ``row_id`` and ``priority_weight`` are dropped unless the schema has them.
             update_priority: False: ignore the priorities that the rows carry under the priority key.
             stream: whose next steps these rows are: one number, or one a row; see `Buffer.put`.
             timeout: seconds; None: the buffer's.
 
         Returns:
-            LongTensor[n]: the rows' indices; [0] if a transform drops the batch.
+            LongTensor[n]: the rows' indices; with ndim > 1 [n, ndim], time, then the lane. [0] if a transform drops the batch.
 
         Raises:
             SchemaError: lists every difference. RingFull: the time is over. In both cases nothing was stored.
@@ -69,7 +70,8 @@ class Writing(Transforming, Priorities):
         return self._store(batch, timeout, True, False, stream=stream)
 
     def add(self, data: TensorDictBase, *, stream: Any = None, timeout: float | None = None) -> Any:
-        """Store one row, a TensorDict of batch size []; returns its index, or None if a drop policy took it.
+        """Store one row, a TensorDict of batch size [] or (of a `ReplayBuffer`) another form; returns its index, or None if a drop
+        policy took it. With ndim > 1: one time step, whose indices [cells, ndim] are returned.
 
         Transforms are given it as a batch of one row. Where they store another number of rows than one, LongTensor[n] is returned;
         [0] if they drop it. timeout: seconds; None: the buffer's.
