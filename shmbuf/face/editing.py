@@ -51,14 +51,14 @@ class ConditionalUpdateResult(NamedTuple):
 class Editing(Transforming):
     """`set_`, `set_at_`, `update_`, `rb[index] = rows`, `write_all`, `update_if_present`."""
 
-    def set_at_(self: Self, key: Any, value: Any, index: Any = None, *, row_id: Any = None) -> Self:
+    def set_at_(self: Self, key: Any, value: Any, index: Any, *, row_id: Any = None) -> Self:
         """Give the rows at ``index`` (int, slice, list, tensor, mask) another value under ``key``, as it is stored: no transform.
 
         Args:
             value: [n, *shape] of the column's dtype, or what expands to it; Python numbers that it holds exactly (fractions: to its
                 precision). Of a column of Python values: a list of one a row, or one for all.
-            index: slots, whatever rows lie there now. With ndim > 1 also ``batch["index"]``.
-            row_id: LongTensor[n] in its place, as ``batch["row_id"]``: a row that has been overwritten meanwhile is left alone, and
+            index: slots, whatever rows lie there now; with ndim > 1 also ``batch["index"]``. None if row_id is given.
+            row_id: LongTensor[n], as ``batch["row_id"]``: a row that has been overwritten meanwhile is left alone, and
                 counted.
 
         Raises:

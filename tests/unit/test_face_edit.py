@@ -406,15 +406,15 @@ def test_rows_are_named_by_id(full):
     before = full["k"].clone()
     stale = full.stats()["stale_edits"]
     gone = batch["row_id"] < 8
-    assert full.set_at_("k", -batch["k"] - 1, row_id=batch["row_id"]) is full
+    assert full.set_at_("k", -batch["k"] - 1, None, row_id=batch["row_id"]) is full
     before[batch["index"][~gone]] = -batch["k"][~gone] - 1
     assert full["k"].equal(before) and full.stats()["stale_edits"] - stale == int(gone.sum())
-    full.set_at_("k", torch.tensor([[7], [8]]), row_id=torch.tensor([[8], [9]]))
+    full.set_at_("k", torch.tensor([[7], [8]]), None, row_id=torch.tensor([[8], [9]]))
     assert full["k"][8:].tolist() == [7, 8]
     with pytest.raises(TypeError, match="not both"), unmoved(full.buffer):
         full.set_at_("k", 0, [1], row_id=[1])
     with pytest.raises(IndexError, match="no such row"), unmoved(full.buffer):
-        full.set_at_("k", 0, row_id=[8, 99])
+        full.set_at_("k", 0, None, row_id=[8, 99])
 
 
 def test_python_values_are_edited_as_they_are_put(make_name):
