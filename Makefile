@@ -17,7 +17,8 @@ test: $(VENV)/.built  ## the whole suite
 	$(if $(ARGS),,$(MAKE) compat)
 
 # TORCHRL_SRC: a checkout of TorchRL, whose own replay-buffer tests are then run against our classes.
-TORCHRL_TESTS = test_query.py test_rb_core.py test_rb_transforms.py test_samplers.py::TestFindStartStopTraj
+TORCHRL_TESTS = test_query.py test_rb_core.py test_rb_transforms.py test_prioritized.py test_ensemble.py::TestRBMultidim \
+  $(addprefix test_samplers.py::,TestFindStartStopTraj TestSamplers TestStalenessAwareSampler) $(addprefix test_writers.py::,TestMultiProc TestMaxValueWriter)
 compat: $(COMPAT)/.built  ## TorchRL beside us, as an oracle
 	$(COMPAT)/bin/python -m pytest tests/compat $(ARGS)
 	$(if $(TORCHRL_SRC),$(COMPAT)/bin/python -m pytest -p tests.compat.torchrl_suite.plugin -c /dev/null -p no:cacheprovider --timeout 60 \

@@ -57,18 +57,21 @@ def _parts(data: Any) -> tuple[Form, list[tuple[str, Any]]] | None:
     return None
 
 
-def take_apart(data: Any, single: bool) -> Rows:
-    """A batch, whose leaves have the rows in their first dimension; single: one row.
+def take_apart(data: Any, single: bool, ndim: int = 1) -> Rows:
+    """A batch, whose leaves have the rows in their first dimension (or ``ndim``, see `shmbuf.lanes`); single: one row.
 
     Raises:
         SchemaError: names what cannot be stored, or leaves of different numbers of rows.
     """
     if is_tensor_collection(data):
         kind, td = type(data), data.to_tensordict()
-        if len(td.batch_size) != (0 if single else 1):
-            raise SchemaError(
-                f"got batch size {list(td.batch_size)}: {'add() takes one row, []' if single else 'extend() takes [n]'}"
+        if len(td.batch_size) != (ndim - 1 if single else ndim):
+            of = (
+                ("add() takes one row, []" if single else "extend() takes [n]")
+                if ndim == 1
+                else f"with ndim={ndim} {'add' if single else 'extend'}() takes {ndim - 1 if single else ndim} dimensions"
             )
+            raise SchemaError(f"got batch size {list(td.batch_size)}: {of}")
         return Rows(
             ["tensorclass", kind.__module__, kind.__qualname__], collected(td), -1 if single else td.batch_size[0]
         )

@@ -192,7 +192,7 @@ class Writing(Transforming, Priorities):
             return TensorDict({}, batch_size=[0])
         if self._takes_forms:
             if not isinstance(data, list):
-                return take_apart(data, False)
+                return take_apart(data, False, self._storage.ndim)
             if not all(isinstance(d, TensorDictBase) for d in data):
                 return take_items(data)
         if isinstance(data, (list, tuple)):
@@ -205,7 +205,7 @@ class Writing(Transforming, Priorities):
 
     def _one(self, data: Any) -> Any:
         if self._takes_forms:
-            return take_apart(data, True)
+            return take_apart(data, True, self._storage.ndim)
         return data if is_tensor_collection(data) else self._collect(data, [])
 
     @staticmethod

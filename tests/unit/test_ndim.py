@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 import shmbuf
 from shmbuf import ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
@@ -239,3 +239,22 @@ def test_windows_stay_in_their_lane_and_say_where(name, boundary, done_key):
         index, said = unit.expand((torch.tensor([1]), torch.tensor([2])), {}, rb.storage)
         assert isinstance(index, tuple) and index[1].tolist() == [2] * 4
         assert said["anchor_index"].tolist() == [[1, 2]] * 4
+
+
+@tensorclass
+class Point:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_tensorclasses_have_lanes(name, dim_extend):
+    x = torch.arange(24.0).reshape(2, 6, 2) if dim_extend else torch.arange(24.0).reshape(6, 2, 2)
+    with ReplayBuffer(storage=ShmStorage(14, name=name, ndim=2), batch_size=4, dim_extend=dim_extend) as rb:
+        rb.extend(Point(x=x, y=x[..., 0].long(), batch_size=x.shape[:2]))
+        assert rb.add(Point(x=torch.ones(2, 2), y=torch.ones(2).long(), batch_size=[2])).tolist() == [[6, 0], [6, 1]]
+        assert isinstance(rb[:], Point) and rb[:].x.narrow(dim_extend, 0, 6).equal(x)
+        assert rb.sample().batch_size == (4,)
+        for wrong in ([], [2], [2, 6, 2]):
+            with pytest.raises(SchemaError, match=r"with ndim=2 extend\(\) takes 2 dimensions"):
+                rb.extend(Point(x=torch.zeros(2, 6, 2), y=torch.zeros(2, 6, 2), batch_size=[2, 6, 2][: len(wrong)]))
