@@ -6,13 +6,13 @@ import heapq
 import math
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 
-from shmbuf.schema import as_key, show_key
+from shmbuf.schema import Key, as_key, show_key
 
 if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
@@ -80,10 +80,20 @@ class Writer:
     def _write_count(self) -> int:
         return self.write_count
 
-    def extend(self, td: TensorDictBase, *, timeout: float | None = None) -> torch.Tensor:
-        """Rows [n] → LongTensor[n] of their slots, once committed. Errors: see `Buffer.put`."""
+    def extend(
+        self,
+        td: TensorDictBase,
+        *,
+        timeout: float | None = None,
+        priority_key: Key | None = None,
+        priorities: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Rows [n] → LongTensor[n] of their slots, once committed. Errors: see `Buffer.put`.
+
+        priority_key: of rows, need not be in the schema. priorities: float64[n], of the rows; None: those of new ones.
+        """
         self.check_write()
-        return self._registered().put(td, False, timeout).wait(timeout)
+        return self._registered().put(td, False, timeout, False, priority_key, None, priorities).wait(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         return {"_cursor": self._cursor, "_write_count": self.write_count}
@@ -154,6 +164,16 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "median": lambda v: v.median(1).values,
     "sum": lambda v: v.sum(1),
 }
+
+
+class _Offered(NamedTuple):
+    """Rows, as they were given and in column order, with their ranks; priorities: theirs, or None."""
+
+    td: TensorDictBase
+    leaves: list[torch.Tensor]
+    ranks: np.ndarray
+    priority_key: Key | None
+    priorities: np.ndarray | None
 
 
 class TensorDictMaxValueWriter(Writer):
@@ -232,45 +252,48 @@ class TensorDictMaxValueWriter(Writer):
         ranks = one.to("cpu", torch.float64).numpy()
         return np.where(np.isnan(ranks), -np.inf, ranks)
 
-    def extend(self, td: TensorDictBase, *, timeout: float | None = None) -> torch.Tensor:
+    def extend(
+        self,
+        td: TensorDictBase,
+        *,
+        timeout: float | None = None,
+        priority_key: Key | None = None,
+        priorities: np.ndarray | None = None,
+    ) -> torch.Tensor:
         """Rows [n] → LongTensor[n]: the slots of those that are stored afterwards, −1 for the others.
 
         The rows that are appended are stored first, together; then the others, one by one. Errors: see `Buffer.put` and `rank`.
         """
         self.check_write()
         storage, ranks = self._registered(), self.rank(td)
-        leaves, n = storage._convert(td, False, None, timeout, lambda n, schema: None)
+        leaves, n = storage._convert(td, False, priority_key, timeout, lambda n, schema: None)
         slots = np.full(len(ranks), -1, np.int64)
         with self._lock:
             todo = np.arange(len(ranks)) if n else np.zeros(0, np.int64)
             while len(todo):
-                todo = self._place(storage, td, leaves, ranks, todo, slots, timeout)
+                todo = self._place(storage, _Offered(td, leaves, ranks, priority_key, priorities), todo, slots, timeout)
         return torch.from_numpy(slots)
 
     def _place(
-        self,
-        storage: ShmStorage,
-        td: TensorDictBase,
-        leaves: list[torch.Tensor],
-        ranks: np.ndarray,
-        todo: np.ndarray,
-        slots: np.ndarray,
-        timeout: float | None,
+        self, storage: ShmStorage, offered: _Offered, todo: np.ndarray, slots: np.ndarray, timeout: float | None
     ) -> np.ndarray:
         """The rows that are left because the ones they should have replaced were gone."""
-        buffer = storage.buffer
+        buffer, (td, leaves, ranks, key, p) = storage.buffer, offered
         state, heap = self._current(storage)
         self._known = None  # until all is done
         lo, hi, written, edited = state
         capacity = buffer.capacity
         at = plan(heap, ranks, todo, hi, hi - lo, capacity)
-        room = capacity - (hi - lo)
+        room = min(capacity - (hi - lo), len(todo))
         new = [s for s in ((hi + j) % capacity for j in range(room)) if s in at]
-        old = [s for s in at if s not in set(new)]
+        appended = set(new)
+        old = [s for s in at if s not in appended]
         as_planned = True
         if new:
             rows = np.array([at[s] for s in new])
-            slots[rows] = storage.put(td[torch.from_numpy(rows)], False, timeout).wait(timeout).numpy()
+            given = None if p is None else p[rows]
+            ticket = storage.put(td[torch.from_numpy(rows)], False, timeout, False, key, None, given)
+            slots[rows] = ticket.wait(timeout).numpy()
             as_planned = slots[rows].tolist() == new
         left = np.zeros(0, np.int64)
         if old:
@@ -280,6 +303,9 @@ class TensorDictMaxValueWriter(Writer):
             values = {k: _array(t[rows]) for k, t in zip(storage.schema().keys, leaves, strict=True)}
             done = buffer.edit(ids, values, timeout=timeout)
             slots[rows[done]] = np.array(old)[done]
+            if done.any() and buffer._get("wants_priorities"):
+                new_row = (buffer._get("priorities") or {}).get("new_row", 1.0)
+                buffer.set_priorities(ids[done], np.full(int(done.sum()), new_row) if p is None else p[rows[done]])
             left = rows[~done]
         after = (max(lo, hi + len(new) - capacity), hi + len(new), written + len(new), edited + len(old))
         if as_planned and not len(left) and _state(buffer) == after:

@@ -18,7 +18,7 @@ from shmbuf.lanes import require_inner
 from shmbuf.samplers import ConsumingSampler
 
 
-class State(Lifetime, Writing):
+class State(Writing, Lifetime):
     """`stats`, `dumps` and `loads`, `state_dict`, `set_rng`."""
 
     _save_hooks: list[Callable[[Any], Any]]
