@@ -95,6 +95,13 @@ class Writer:
         self.check_write()
         return self._registered().put(td, False, timeout, False, priority_key, None, priorities).wait(timeout)
 
+    def still_stored(self, td: TensorDictBase, ids: np.ndarray) -> np.ndarray | None:
+        """bool[n]: rows of these ids are still the ones in td, as a batch has them; None: as ids never mean other rows, the ids tell."""
+        return None
+
+    def check_trajectories(self) -> None:
+        """Raises RuntimeError where rows do not follow each other in the order of their ids."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"_cursor": self._cursor, "_write_count": self.write_count}
 
@@ -186,7 +193,11 @@ class TensorDictMaxValueWriter(Writer):
     one stays, also if it ranks lower; and while the buffer fills, they may append more rows than there is room for, which overwrite
     the oldest whatever their rank.
 
-    A replaced row keeps its row id, slot, place in the order and, in a prioritized buffer, its priority.
+    A row that replaces another has its row id, slot and place in the order, and the priority it carries, or that of new rows. So an id
+    means another row afterwards, of a higher rank: `update_tensordict_priority` compares the ranks of the batch with those stored, before
+    and after, and leaves other rows alone (in between, for a moment, one may have the late priority; if the updating process dies right
+    there, it keeps it). `update_priority` by ``row_id`` or index, `set_at_`, and batches without the rank key, with changed ranks or of two
+    processes that write at once cannot tell: they reach whatever row is there. Trajectories are refused once rows were changed.
 
     Args:
         rank_key: the key whose values rank a row. Default: ``("next", "reward")``. It must be stored.
@@ -228,6 +239,24 @@ class TensorDictMaxValueWriter(Writer):
             )
         super().register_storage(storage)
         self._known = None
+
+    def still_stored(self, td: TensorDictBase, ids: np.ndarray) -> np.ndarray | None:
+        if td.get(self.rank_key, None) is None:
+            return None
+        storage = self._registered()
+        lo, hi = storage.buffer.window
+        there = (ids >= lo) & (ids < hi)
+        slots = torch.from_numpy(ids[there] % storage.buffer.capacity)
+        there[there] = self._reduced(storage.get(slots).get(self.rank_key)) == self.rank(td)[there]
+        return there
+
+    def check_trajectories(self) -> None:
+        buffer = self._registered().buffer
+        if edited := buffer._call("counters")["edited_rows"]:
+            raise RuntimeError(
+                f"rows of buffer {buffer.name!r} were replaced by better ones, or changed ({edited:,} so far): they do not follow each "
+                "other any more, so there are no trajectories. Store each trajectory as one row, or use another writer"
+            )
 
     def rank(self, td: TensorDictBase) -> np.ndarray:
         """Rows [n] → float64[n]. Raises KeyError: no such key; ValueError: a row without a value; TypeError: no rows."""

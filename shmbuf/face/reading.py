@@ -76,6 +76,8 @@ class Reading(Transforming):
 
     def _draw(self, n: int, out: TensorDictBase | None, timeout: float | None, how: dict[str, Any]) -> TensorDictBase:
         sampler, buffer = self._sampler, self.buffer
+        if self._decides is not None and any(p is not None and p.trajectory_settings() for p in (sampler, self._unit)):
+            self._decides.check_trajectories()
         if self._rng is not None:
             self._reseed(self._rng)
         left = buffer.acquire_samples(n, timeout)
@@ -229,6 +231,8 @@ class Reading(Transforming):
         """The stored trajectories that a predicate holds for, through the transforms: see `shmbuf.query.query_buffer`."""
         from shmbuf.query import query_buffer
 
+        if self._decides is not None:
+            self._decides.check_trajectories()
         return query_buffer(
             self._storage,
             predicate,

@@ -14,6 +14,7 @@ from shmbuf import (
     RingFull,
     SchemaError,
     ShmStorage,
+    SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
@@ -101,6 +102,51 @@ def test_a_large_buffer_of_the_best_rows_fills_without_a_look_at_its_free_slots(
         rb.add(ranks(4)[0])
         assert rb["r"].tolist() == [1, 2, 3, 4]
     assert looked and max(a[-1] for a in looked) <= 100
+
+
+def prioritized() -> TensorDictReplayBuffer:
+    sampler = PrioritizedSampler(4, alpha=1.0, beta=1.0, eps=0.0)
+    rb = made(4, writer=TensorDictMaxValueWriter("r"), sampler=sampler, batch_size=64)
+    rb.extend(ranks(10, 20, 30, 40))
+    return rb
+
+
+def test_a_late_priority_does_not_reach_the_row_that_took_the_place():
+    with prioritized() as rb:
+        batch = rb.sample()
+        assert set(batch["row_id"].tolist()) == {0, 1, 2, 3}
+        rb.extend(ranks(100))
+        batch["td_error"] = torch.full((64,), 777.0)
+        rb.update_tensordict_priority(batch)
+        assert rb.buffer.priorities(range(4)).tolist() == [1, 777, 777, 777]
+
+
+def test_a_row_that_is_replaced_during_the_update_does_not_leave_its_priority(monkeypatch):
+    with prioritized() as rb:
+        batch = rb.sample()
+        batch["td_error"] = torch.full((64,), 777.0)
+        update, replaced = rb.update_priority, []
+
+        def late(*args, **kw):
+            if not replaced:
+                replaced.append(rb.extend(ranks(100)))
+            return update(*args, **kw)
+
+        monkeypatch.setattr(rb, "update_priority", late)
+        rb.update_tensordict_priority(batch)
+        new_row = rb.buffer._get("priorities").get("new_row", 1.0)
+        assert rb["r"][0] == 100 and rb.buffer.priorities(range(4)).tolist() == [new_row, 777, 777, 777]
+
+
+def test_rows_that_were_replaced_are_no_trajectories():
+    with made(6, sampler=SliceSampler(slice_len=3), writer=TensorDictMaxValueWriter("r"), batch_size=3) as rb:
+        end = torch.tensor([0, 0, 1, 0, 0, 1]).bool()[:, None]
+        rb.extend(ranks(1, 2, 3, 4, 5, 6).set("next", TensorDict({"done": end}, [6])))
+        assert len(rb.sample()) == 3 and len(rb.query()) == 2
+        rb.extend(ranks(9).set("next", TensorDict({"done": end[:1]}, [1])))
+        for call in (rb.sample, rb.query):
+            with pytest.raises(RuntimeError, match="there are no trajectories"):
+                call()
 
 
 # ---- rows that are held back -----------------------------------------------------------------------------------------
