@@ -260,6 +260,8 @@ class Writing(Transforming, Priorities):
         return self._collect(data, None)
 
     def _one(self, data: Any) -> Any:
+        if isinstance(data, TensorDictBase):
+            return data
         if self._takes_forms:
             return take_apart(data, True, self._storage.ndim)
         return data if is_tensor_collection(data) else self._collect(data, [])
