@@ -148,10 +148,13 @@ class Buffer(Trajectories, Epochs, Edits):
         tensors: bool,
         convert: Callable[[np.ndarray, int], Any] = same_ids,
         extras: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
+        loaded: bool = False,
     ) -> Ticket | None:
         """For the floors above: put rows, as leaves in column order (a list), or nested as the schema.
 
-        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. timeout: None: the buffer's.
+        n: how many; −1: one, without a batch dimension; −2: as many as the first leaf has. timeout: None: the buffer's. extras: of
+        leaves, uint64[n] streams and float64[n] priorities. loaded: rows of a checkpoint, which the limiter does not hold up, and
+        whose streams may have `native.HEADLESS` set: their beginnings are missing.
         Returns None if they need conversion first.
         """
         seconds = self._seconds if timeout is None else seconds_of(timeout)
@@ -159,7 +162,9 @@ class Buffer(Trajectories, Epochs, Edits):
             of, p = extras
             with_them = (0 if of is None else address_of(of), 0 if p is None else address_of(p))
             try:
-                t = self._call("put_leaves", columns, rows, n, self._full_code, seconds, wake, tensors, *with_them)
+                t = self._call(
+                    "put_leaves", columns, rows, n, self._full_code, seconds, wake, tensors, *with_them, loaded
+                )
             except native.BadPriority as e:
                 raise bad_priority(self, e.args[0], float(p[e.args[0]])) from None  # type: ignore[index]
         else:
@@ -186,39 +191,26 @@ class Buffer(Trajectories, Epochs, Edits):
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
         self._clear(not empty_write_count, timeout).wait(left_of(timeout, since))
 
-    def _restart(
-        self, first_id: int | None, *, write_count: int, rows_total: int | None = None, timeout: float | None = None
-    ) -> int:
+    def _restart(self, first_id: int, *, write_count: int, timeout: float | None = None) -> int:
         """`empty`, and the next row gets this id; for a checkpoint that is about to be loaded.
 
         Args:
-            first_id: None: the one it gets after `empty`.
-            write_count, rows_total: what is counted on from; rows_total: rows ever stored, at least the present number.
+            first_id: 0 to native.MAX_ID. If it is below the next id, as ids never repeat, the row gets the lowest id that is not
+                and belongs to the same slot.
+            write_count: what is counted on from.
 
         Returns:
-            The id of the next row: a later one if others put meanwhile.
-
-        Raises:
-            ValueError: ids never repeat, and first_id is below the next one. Nothing was changed.
+            The id of the next row.
         """
-        asked = 0 if first_id is None else first_id
-        rows_total = max(write_count, 0 if rows_total is None else rows_total)
-        if not 0 <= asked < 2**62 or not 0 <= write_count < 2**62 or rows_total >= 2**62:
-            raise ValueError(
-                f"first_id={first_id}, write_count={write_count}, rows_total={rows_total}: numbers below 2**62"
-            )
-        end = self._get("window")[2]
-        if first_id is not None and first_id < end:
-            raise ValueError(f"first_id={first_id}: row ids never repeat, and the next one is {end}")
+        if not 0 <= first_id <= native.MAX_ID or not 0 <= write_count <= native.MAX_ID:
+            raise ValueError(f"first_id={first_id}, write_count={write_count}: numbers up to {native.MAX_ID}")
         since, timeout = time.monotonic(), self._timeout if timeout is None else timeout
-        ticket = self._clear(False, timeout, (asked, write_count, rows_total))
+        ticket = self._clear(False, timeout, (first_id, write_count))
         ticket.wait(left_of(timeout, since))
         ((_, began),) = ticket._native.pieces()
         return int(began)
 
-    def _clear(
-        self, keep_write_count: bool, timeout: float | None, restart: tuple[int, int, int] | None = None
-    ) -> Ticket:
+    def _clear(self, keep_write_count: bool, timeout: float | None, restart: tuple[int, int] | None = None) -> Ticket:
         t = self._call("clear", keep_write_count, seconds_of(timeout), restart)
         ticket = Ticket(t, self, same_ids)
         if t.status != _OK:

@@ -28,7 +28,7 @@ class Edits(Reading):
         """New values for some keys of rows that are stored, for every process; returns when they are there.
 
         Each row changes at once; different rows may change one after another. Priorities, order and trajectories stay: of an end
-        key or trajectory key only the value changes.
+        key or trajectory key only the value changes (a checkpoint that is loaded later goes by the value).
 
         Args:
             ids: int64[n] row ids. Of an id named twice the last values stay.

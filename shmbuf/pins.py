@@ -37,8 +37,13 @@ class Pin:
 
     @property
     def valid(self) -> bool:
-        """Whether all its rows are still as they were. Ask after reading."""
+        """Whether all its rows are still as they were: neither overwritten nor edited. Ask after reading."""
         return self._hold.valid
+
+    @property
+    def keeps(self) -> bool:
+        """Whether all its rows are still stored, edited or not: enough for whoever copies them with `gather`."""
+        return self._hold.keeps
 
     def parts(self) -> list[tuple[np.ndarray, dict[str, Any]]]:
         """The rows in place, oldest first: one part, or two where the storage wraps. Keep the pin: when it is collected, it is released.
@@ -94,12 +99,17 @@ class Pin:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        held, whole = self._hold.held, self.valid
+        lost = self._lost() if kind is None and self._hold.held and not self.valid else None
         self.release()
-        if kind is None and held and not whole:
-            raise Lapped(self._lost())
+        if lost:
+            raise Lapped(lost)
 
     def _lost(self) -> str:
+        if self._hold.keeps:
+            return (
+                f"rows of the pin on buffer {self._buffer.name!r} were edited meanwhile, so what was read of them may be "
+                "half old and half new. Read them again, or copy them with gather()"
+            )
         return (
             f"the pin on buffer {self._buffer.name!r} did not hold to the end: it was revoked after {self._seconds} s, or its "
             "handle was closed; what was read may be torn. pin(seconds=) takes longer"

@@ -165,10 +165,14 @@ class Trajectories(Reading):
         return ids, lens
 
     def _no_slice(self, length: int, longest: int, seconds: float) -> NotEnoughRows:
+        spans = list(self._found())  # as long as the search for one that is long enough
+        n, going_on = len(spans), sum(not t.ended for t in spans)
         return NotEnoughRows(
             f"Did not find a single trajectory with sufficient length in buffer {self.name!r}: the longest has "
             f"{longest:,} row{'s' * (longest != 1)}, slices of {length:,} were asked for"
-            + (f" (after {seconds:g} s)" if seconds else "; strict=False takes shorter ones whole, timeout= waits")
+            + (f" (after {seconds:g} s)" if seconds else "")
+            + f"; {n:,} trajector{'y is' if n == 1 else 'ies are'} stored, {going_on:,} of them open"
+            + ("" if seconds else "; strict=False takes shorter ones whole, timeout= waits")
         )
 
     def _slices_lapped(self, length: int) -> Lapped:

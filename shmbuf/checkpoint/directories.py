@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from shmbuf.errors import CheckpointError
 KNOWN = frozenset(
     {"buffer_metadata.json", "prefetch.pkl", "rng_state", "transform.t", "storage", "writer", "sampler", "shmbuf"}
 )
+MARK = "storage/storage_metadata.json"  # every checkpoint has it
+PATIENCE = 1.0  # seconds for a reader to find one that nobody is just exchanging
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
@@ -68,15 +71,60 @@ def settle(target: Path) -> Path:
     return target
 
 
+def hold(target: Path) -> tuple[Path, int]:
+    """Where the checkpoint of this name is now, and a descriptor of it: while that is open, nobody who saves removes it.
+
+    Raises FileNotFoundError, NotADirectoryError.
+    """
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        path, fd = settle(target), -1
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held = _shared(fd)
+            now, mine = os.stat(path), os.fstat(fd)
+            late = time.monotonic() > give_up
+            # Without the lock: whoever publishes it has not let go yet, and may be stopped. Another one now: this may be half removed.
+            if ((held or late) and (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino)) or (held and late):
+                return path, fd
+        except FileNotFoundError:
+            if time.monotonic() > give_up or not (os.path.lexists(target) or _left(target, "old")):
+                if fd >= 0:
+                    os.close(fd)
+                raise
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
+        if fd >= 0:
+            os.close(fd)
+        time.sleep(1e-3)
+
+
+def _shared(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def _discard(path: Path) -> None:
+    """Remove a directory, unless somebody reads it or is at work in it: then a later sweep does."""
+    fd = _alone(path)
+    if fd is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
+
+
 def _collect(target: Path) -> None:
     """Remove what dead ones left."""
     if not os.path.lexists(target) and (kept := settle(target)) != target:
         os.rename(kept, target)
     for path in (*_left(target, "tmp"), *_left(target, "old")):
-        fd = _alone(path)
-        if fd is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(fd)
+        _discard(path)
 
 
 def _check_target(target: Path) -> None:
@@ -89,6 +137,10 @@ def _check_target(target: Path) -> None:
         raise CheckpointError(
             f"{target} holds what is no part of a checkpoint ({', '.join(map(repr, strange[:4]))}"
             f"{' …' if len(strange) > 4 else ''}), so it is not replaced. Choose another path, or a directory below it"
+        )
+    if any(target.iterdir()) and not (target / MARK).is_file():
+        raise CheckpointError(
+            f"{target} is not empty, and no checkpoint: it has no {MARK}. It is not replaced. Choose another path, or remove it"
         )
 
 
@@ -125,22 +177,33 @@ def exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def _publish(made: Path, target: Path) -> None:
-    """Old or new, whole, at every instant; without RENAME_EXCHANGE between two renames under another name, where `settle` looks."""
-    if os.path.lexists(target) and any(target.iterdir()):
-        if not exchange(made, target):
-            old = _temporary(target, "old")
-            os.rename(target, old)
+def _publish(made: Path, target: Path) -> Path:
+    """Old or new, whole, at every instant; without RENAME_EXCHANGE between two renames under another name, where `settle` looks.
+    Returns where an old one lies afterwards."""
+    old = made
+    if not os.path.lexists(target) or not any(target.iterdir()):
+        os.rename(made, target)  # also onto an empty directory
+    elif not exchange(made, target):
+        old = _temporary(target, "old")
+        os.rename(target, old)
+        try:
             step("moved away")
             os.rename(made, target)
-            made = old
-        step("published")
-        sync_directory(target.parent)
-        shutil.rmtree(made, ignore_errors=True)
-    else:
-        os.rename(made, target)  # also onto an empty directory
-        step("published")
-        sync_directory(target.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):  # another has put it back, or a new one there
+                os.rename(old, target)
+            raise
+    step("published")
+    sync_directory(target.parent)
+    return old
+
+
+def _make_parents(target: Path) -> None:
+    """So that they, too, are there after a power failure."""
+    new = [p for p in target.parents if not p.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for p in new:
+        sync_directory(p.parent)
 
 
 @contextlib.contextmanager
@@ -152,7 +215,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     _check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_parents(target)
     _collect(target)
     made = _temporary(target, "tmp")
     while True:
@@ -160,6 +223,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         lock = _alone(made)
         if lock is not None:
             break
+    old = made
     try:
         step("begun")
         with _room(target):
@@ -167,11 +231,12 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
             step("filled")
             _sync_tree(made)
         _check_target(target)
-        _publish(made, target)
+        old = _publish(made, target)
     finally:
-        if os.path.lexists(made):
+        if os.path.lexists(made) and os.path.samestat(os.lstat(made), os.fstat(lock)):
             shutil.rmtree(made, ignore_errors=True)
-        os.close(lock)
+        os.close(lock)  # what was published may be read from now on
+        _discard(old)
     step("done")
 
 

@@ -10,25 +10,31 @@ shmbuf/priorities.memmap  float64 a row, oldest first
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmbuf._extension import native
+from shmbuf.checkpoint.directories import hold
 from shmbuf.errors import CheckpointError, SchemaError
-from shmbuf.schema import PACKED, Column, Key, Schema, as_key, dtype_name, nest, show_key
+from shmbuf.schema import DTYPES, PACKED, Column, Key, Schema, as_key, dtype_name, nest, show_key
 
 VERSION = 1
 MAX_JSON = 64 << 20
 MAX_NUMBER = 1 << 62
+MAX_ID: int = native.MAX_ID
 TD = "<class 'tensordict._td.TensorDict'>"
 _RESERVED = {".", "..", ""}
 _META = {"shape", "device", "_type"}  # what a meta.json says of its directory
 
 
 def _plain(part: str) -> bool:
+    try:
+        part.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        return False
     return part not in _RESERVED and "/" not in part and "\0" not in part and len(part.encode()) <= 240
 
 
@@ -88,9 +94,8 @@ class Root:
     """An open checkpoint directory. Every file is opened relative to it, following no symbolic link."""
 
     def __init__(self, path: Path):
-        self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.path, self._fd = hold(path)
         except FileNotFoundError:
             raise CheckpointError(f"there is no checkpoint {path}") from None
         except NotADirectoryError:
@@ -178,6 +183,14 @@ def number(where: str, value: Any, least: int = 0, most: int = MAX_NUMBER) -> in
     return value
 
 
+def _dtype(text: Any) -> str:
+    """Exactly what `entry` and tensordict write: NumPy would read much more into it."""
+    name = text.removeprefix("torch.") if isinstance(text, str) else None
+    if name not in DTYPES:
+        raise SchemaError(f"dtype {str(text)[:80]!r} is none that can be stored")
+    return dtype_name(name)
+
+
 class Stored(NamedTuple):
     column: Column
     file: str  # below storage/
@@ -216,7 +229,7 @@ def stored_columns(root: Root, capacity: int | None = None) -> tuple[list[Stored
                 if value.get("is_nested") or not isinstance(shape, list) or not shape or shape[0] != capacity:
                     raise SchemaError(f"shape {shape!r} does not begin with {capacity:,} rows")
                 dims = tuple(number(f"{root.path}/{name}: {part!r}: shape", d, 0, 1 << 30) for d in shape[1:])
-                column = Column(as_key(key), dtype_name(str(value.get("dtype"))), dims)
+                column = Column(as_key(key), _dtype(value.get("dtype")), dims)
             except SchemaError as e:
                 raise CheckpointError(f"{root.path}/{name}: key {show_key(key)}: {e}") from None
             out.append(Stored(column, column_path(key)))
@@ -231,7 +244,3 @@ def stored_columns(root: Root, capacity: int | None = None) -> tuple[list[Stored
 def check_files(root: Root, columns: Sequence[Stored], capacity: int) -> None:
     for c in columns:
         os.close(root.sized(f"storage/{c.file}", capacity * c.column.nbytes))
-
-
-def row_bytes(columns: Sequence[Stored]) -> int:
-    return max(1, math.fsum(c.column.nbytes for c in columns).__int__())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.checkpoint.directories import Tell, showing
 from shmbuf.checkpoint.layout import Root
@@ -22,7 +23,6 @@ from shmbuf.settings import FULL
 from shmbuf.ticket import seconds_of
 
 BLOCK_BYTES = 8 << 20
-LOW48 = (1 << 48) - 1
 _INDEX = (("index",), ("row_id",), ("priority_weight",))
 
 
@@ -54,9 +54,10 @@ def loads(
     """Put the rows of a checkpoint, TorchRL's or ours, in the place of those that are stored, for every process attached.
 
     All of the directory is checked before anything changes. Nothing in it is unpickled: a ``prefetch.pkl`` is ignored, and said.
-    Rows keep their ids if the buffer was never written and they fit as they were; else ids go on where they were. A smaller buffer
-    takes the newest rows. Trajectories are what they were; one that was going on stays without an end, and goes on only as a new one.
-    Rows that others put meanwhile come in between, as usual.
+    Rows keep their ids if these are still free here and their slots can be the same; else ids go on above. A smaller buffer takes the
+    newest rows. Trajectories are what they were, but for end keys that were edited: a row ends its trajectory here if it says so. One
+    that was going on stays without an end, and goes on only as a new one. Rows that others put meanwhile come in between, as usual.
+    Who is killed while he loads leaves the rows that he had loaded.
 
     The limiter keeps this buffer's parameters, and goes on from the difference that was saved if their ratio is the same. An epoch of
     one's own goes on where it was if ids are kept; a shared one if, besides, its order has a seed (or is not shuffled).
@@ -66,7 +67,8 @@ def loads(
         progress: True: a bar on stderr; or a callable (rows done, of how many).
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one. SchemaError: its rows do not fit. In both cases nothing changed.
+        CheckpointError: no checkpoint, or a damaged one. SchemaError: its rows do not fit. TooManyCollectors: loading takes a ring. In
+        these cases nothing changed. RingFull, CommitPending: a block of rows could not be stored within ``timeout``.
     """
     with Checkpoint(path) as saved:
         more = _More(rb, saved)
@@ -128,101 +130,72 @@ class _Load:
         skip = saved.rows - n
         if skip:
             self.left.append(f"the {skip:,} oldest rows: the capacity is {buf.capacity:,}")
-        fresh = buf._call("counters")["rows_total"] == 0 and buf.window == (0, 0)
-        before, cut_before = buf.limiter_state(), buf._call("counters")["streams_cut"]
-        if before is not None:
-            buf.set_limiter(None)
-        try:
-            with Buffer.attach(
-                buf.name, owner=buf._owner
-            ) as loader:  # a collector of its own, so that nobody goes on with its streams
-                loader._full_code, loader._timeout, loader._seconds = (
-                    FULL.index("block"),
-                    self.timeout,
-                    seconds_of(self.timeout),
-                )
-                assert loader.schema is not None
-                loader._whole_steps = False  # its parts follow each other
-                streams = saved.streams if buf.marks.keep else None
-                heads = self._cut(streams, skip)
-                if heads is not None and len(heads):
-                    self._open_streams(loader, streams, heads)  # type: ignore[arg-type]
-                first = self._begin(loader, n, skip, fresh and (heads is None or not len(heads)))
-                self._put(loader, n, skip, streams, tell)
-            cut = buf._call("counters")["streams_cut"] - cut_before
-            if cut:
-                self.left.append(
-                    f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
-                )
-            self._finish_priorities(first, n)
-        finally:  # also where loading fails half-way: nobody else knows what was set
-            if before is not None:
-                self._set_limiter(before)
-        shift = None if saved.first_id is None else first - (saved.first_id + skip)
+        cut_before, limiter = buf._call("counters")["streams_cut"], _Limiter(buf, saved)
+        # A collector of its own, so that nobody goes on with its streams.
+        with Buffer.attach(buf.name, owner=buf._owner) as loader:
+            loader._full_code, loader._timeout, loader._seconds = (
+                FULL.index("block"),
+                self.timeout,
+                seconds_of(self.timeout),
+            )
+            assert loader.schema is not None, "built above"
+            loader._whole_steps = False  # its parts follow each other
+            # Its first record claims its ring, before anything changes.
+            loader._restart(self._first_id(n, skip), write_count=max(0, saved.write_count - n), timeout=self.timeout)
+            limiter.count_anew()
+            ids = self._put(loader, n, skip, limiter, tell)
+        cut = buf._call("counters")["streams_cut"] - cut_before
+        if cut:
+            self.left.append(
+                f"{cut:,} trajectories were cut: more had no end than the loader can keep apart (ring_bytes= makes room)"
+            )
+        self._finish_priorities(n)
+        shift = None
+        if saved.first_id is not None:
+            shifts = {int(first) - (saved.first_id + skip + at) for at, first in ids}
+            shift = shifts.pop() if len(shifts) == 1 else None
         return Loaded(n, shift, tuple(self.left))
 
-    def _cut(self, streams: np.ndarray | None, skip: int) -> np.ndarray | None:
-        """Which trajectories have no beginning here: those that had none, and those whose first rows do not fit."""
-        heads = self.saved.heads
-        if streams is None or not skip:
-            return heads
-        return np.unique(np.concatenate([heads, np.intersect1d(streams[:skip], streams[skip:])]))  # type: ignore[list-item]
+    def _first_id(self, n: int, skip: int) -> int:
+        """As saved, where the slots of all rows can be as they were there; else a first slot."""
+        first = None if self.saved.first_id is None else self.saved.first_id + skip
+        return first if first is not None and (n == self.buf.capacity or first % self.buf.capacity == 0) else 0
 
-    def _open_streams(self, loader: Buffer, streams: np.ndarray, heads: np.ndarray) -> None:
-        """A stream that has had rows, which are gone, before its first one here: one row each, forgotten again at once."""
-        ends = {c.key for c in self.buf.marks.ends}
-        where = np.full(int(streams.max()) + 1, -1, np.int64)
-        where[streams[::-1]] = np.arange(len(streams))[::-1]  # the first row of each
-        for row, head in zip(where[heads], heads, strict=True):
-            if row < 0:
-                continue
-            leaves = self.rows.rows(int(row), 1)
-            for c, a in zip(self.schema.columns, leaves, strict=True):
-                if c.key in ends:
-                    a[...] = 0
-            self._submit(loader, leaves, 1, np.array([head]), None)
-
-    def _begin(self, loader: Buffer, n: int, skip: int, fresh: bool) -> int:
-        """Forget what is stored. The id that the first row will have, if nobody else puts."""
-        buf, saved = self.buf, self.saved
-        wanted = None if saved.first_id is None else saved.first_id + skip
-        fits = wanted is not None and (n == buf.capacity or wanted % buf.capacity == 0)
-        if fits and wanted >= buf.window[1]:  # type: ignore[operator]
-            with contextlib.suppress(ValueError):  # others have put so many meanwhile
-                return loader._restart(wanted, write_count=max(0, saved.write_count - n), timeout=self.timeout)
-        if saved.write_count > n:
-            return loader._restart(None, write_count=saved.write_count - n, timeout=self.timeout)
-        if not fresh:
-            loader.empty(timeout=self.timeout)
-        return buf.window[1]
-
-    def _put(self, loader: Buffer, n: int, skip: int, streams: np.ndarray | None, tell: Tell) -> None:
+    def _streams(self, skip: int) -> np.ndarray | None:
+        """uint64: of each row, with a mark where the beginning of its trajectory is not here: it was not, or does not fit."""
         saved = self.saved
+        if saved.streams is None or not self.buf.marks.keep:
+            return None
+        of, heads = saved.streams[skip:], saved.heads
+        if skip:
+            heads = np.concatenate([heads, np.intersect1d(saved.streams[:skip], of)])  # type: ignore[list-item]
+        words = of.astype(np.uint64)
+        if heads is not None and len(heads):
+            words[np.isin(of, heads)] |= np.uint64(native.HEADLESS)
+        return words
+
+    def _put(self, loader: Buffer, n: int, skip: int, limiter: _Limiter, tell: Tell) -> list[tuple[int, int]]:
+        """[(which row, its id)] of every piece whose ids follow each other."""
+        saved, streams, out = self.saved, self._streams(skip), []
         wants = saved.priorities is not None and self.buf._get("priorities") is not None
         block = max(1, BLOCK_BYTES // self.schema.row_bytes)
         for at in range(0, n, block):
             m = min(block, n - at)
-            where = slice(skip + at, skip + at + m)
-            self._submit(
-                loader,
-                self.rows.rows(skip + at, m),
-                m,
-                streams[where] if streams is not None else None,
-                saved.priorities[where] if wants else None,  # type: ignore[index]
-            )
+            of = None if streams is None else streams[at : at + m]
+            p = np.ascontiguousarray(saved.priorities[skip + at : skip + at + m], np.float64) if wants else None  # type: ignore[index]
+            leaves = [np.ascontiguousarray(a) for a in self.rows.rows(skip + at, m)]
+            ticket = loader.submit(loader._columns, leaves, m, False, self.timeout, False, extras=(of, p), loaded=True)
+            assert ticket is not None, "these leaves fit"
+            ticket.wait(self.timeout)
+            done = at
+            for size, first in ticket._native.pieces():
+                out.append((done, first))
+                done += size
+            limiter.count_anew()  # after each: whoever kills us leaves collectors no more than a block to wait for
             tell(at + m, n)
+        return out
 
-    def _submit(
-        self, loader: Buffer, leaves: list[np.ndarray], m: int, of: np.ndarray | None, p: np.ndarray | None
-    ) -> None:
-        of = None if of is None else np.ascontiguousarray(of, np.int64)
-        p = None if p is None else np.ascontiguousarray(p, np.float64)
-        leaves = [np.ascontiguousarray(a) for a in leaves]
-        ticket = loader.submit(loader._columns, leaves, m, False, self.timeout, False, extras=(of, p))
-        assert ticket is not None, "these leaves fit"
-        ticket.wait(self.timeout)
-
-    def _finish_priorities(self, first: int, n: int) -> None:
+    def _finish_priorities(self, n: int) -> None:
         """What a new row gets: the largest priority ever set, which may have been of a row that is gone."""
         buf, saved = self.buf, self.saved
         state = buf._get("priorities")
@@ -233,27 +206,35 @@ class _Load:
                 f"the formula of priorities, alpha {saved.formula[0]:g} and eps {saved.formula[1]:g}: this buffer has "  # type: ignore[index]
                 f"{state['alpha']:g} and {state['eps']:g}"
             )
-        if not state["max_priority_within_buffer"] and saved.new_row > state["new_row"]:
-            last = buf.window[1] - 1
-            was = buf.priorities([last])
-            buf.set_priorities([last], saved.new_row)
-            if not np.isnan(was).any():  # a row of another's, which is gone again
-                buf.set_priorities([last], was)
+        if not state["max_priority_within_buffer"]:
+            buf._call("raise_new_row", saved.new_row)
 
-    def _set_limiter(self, before: dict[str, Any]) -> None:
-        """This buffer's parameters; the difference that was saved, where the ratio is the same."""
-        saved = (self.saved.state or {}).get("limiter")
-        num, den, size, low, high = (before[k] for k in ("num", "den", "min_size", "min_diff", "max_diff"))
+
+class _Limiter:
+    """The buffer's parameters, counted anew: the rows that are being loaded are none that samplers have to keep up with. The difference
+    that was saved, where the ratio is the same. Whatever somebody else sets meanwhile stays."""
+
+    def __init__(self, buf: Buffer, saved: Checkpoint):
+        self.buf, self.before = buf, buf.limiter_state()
+        self.saved = (saved.state or {}).get("limiter")
+        self.mine = self._parameters(self.before)
+
+    @staticmethod
+    def _parameters(state: dict[str, Any] | None) -> tuple | None:
+        return None if state is None else tuple(state[k] for k in ("num", "den", "min_size", "min_diff", "max_diff"))
+
+    def count_anew(self) -> None:
+        if self.before is None or self._parameters(self.buf.limiter_state()) != self.mine:
+            return
+        num, den, size, low, high = self._parameters(self.before)  # type: ignore[misc]
         stored = self.buf._call("counters")["rows_total"]
         diff, inserted = 0.0, stored
-        if isinstance(saved, dict) and (saved.get("num"), saved.get("den")) == (num, den):
-            try:
-                diff, inserted = float(saved["diff"]), int(saved["inserted"])
-            except (KeyError, TypeError, ValueError):
-                raise CheckpointError(f"{self.saved.path}: its limiter cannot be read: {saved!r}") from None
+        if isinstance(self.saved, dict) and (self.saved["num"], self.saved["den"]) == (num, den):
+            diff, inserted = float(self.saved["diff"]), int(self.saved["inserted"])
         size = max(0, size - max(0, inserted - stored))
         low, high = (None if d is None else round((d - diff) * den) for d in (low, high))
         self.buf._call("set_limiter", num, den, size, low, high, True)
+        self.mine = self._parameters(self.buf.limiter_state())
 
 
 class _More:
@@ -264,6 +245,7 @@ class _More:
         self.rng = self._rng(saved.root)
         if saved.root.has("transform.t"):
             self.state = self._transform(saved.root)
+            self._try(transform_of(rb))
 
     def _rng(self, root: Root) -> np.ndarray | None:
         if not root.has("rng_state/meta.json"):
@@ -283,6 +265,19 @@ class _More:
         except Exception as e:
             raise CheckpointError(
                 f"{self.saved.path}/transform.t is damaged, or holds more than tensors: {str(e).splitlines()[0][:200]}"
+            ) from None
+
+    def _try(self, transform: Any) -> None:
+        try:
+            copied = copy.deepcopy(transform)
+        except Exception:  # it holds what cannot be copied: found out when it is applied
+            return
+        try:
+            if copied is not None:
+                copied.load_state_dict(self.state)
+        except Exception as e:
+            raise CheckpointError(
+                f"{self.saved.path}/transform.t does not fit this buffer's transform; nothing was loaded: {e}"
             ) from None
 
     def apply(self, rb: Any, shift: int | None) -> list[str]:

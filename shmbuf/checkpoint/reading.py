@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shmbuf.checkpoint import layout
-from shmbuf.checkpoint.directories import settle
 from shmbuf.checkpoint.layout import Root, Stored, number
 from shmbuf.errors import CheckpointError, SchemaError
 from shmbuf.schema import Column, Schema, as_key, show_key
@@ -30,8 +28,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = settle(Path(os.path.realpath(path)))
-        self.root = Root(self.path)
+        self.root = Root(Path(os.path.realpath(path)))
+        self.path = self.root.path
         try:
             self._read()
         except BaseException:
@@ -60,7 +58,7 @@ class Checkpoint:
         self.rows = number("storage_metadata.json: len", storage.get("len"), 0, self.capacity)
         writer = root.json("writer/metadata.json")
         cursor = number("writer: cursor", writer.get("cursor", 0), 0, self.capacity)
-        self.write_count = number("writer: write_count", writer.get("write_count", self.rows))
+        self.write_count = number("writer: write_count", writer.get("write_count", self.rows), 0, layout.MAX_ID)
         self.first_slot = cursor % self.capacity if self.rows == self.capacity else 0
         self.buffer = root.json("buffer_metadata.json") if root.has("buffer_metadata.json") else {}
         self.ignored = (
@@ -91,13 +89,15 @@ class Checkpoint:
                 f"state.json speaks of {state.get('rows')!r} of {state.get('capacity')!r} rows, storage/ of {self.rows:,} "
                 f"of {self.capacity:,}"
             )
-        self.first_id = number("state.json: first_id", state.get("first_id"), 0, (1 << 62) - self.capacity)
+        self.first_id = number("state.json: first_id", state.get("first_id"), 0, layout.MAX_ID - self.rows)
         self.first_slot = number("state.json: first_slot", state.get("first_slot"), 0, self.capacity - 1)
         if self.first_slot and self.rows < self.capacity:
             raise self._fault(
                 f"first_slot is {self.first_slot:,}, but only {self.rows:,} of {self.capacity:,} rows are there"
             )
-        self.write_count = number("state.json: write_count", state.get("write_count"))
+        self.write_count = number("state.json: write_count", state.get("write_count"), 0, layout.MAX_ID)
+        self._check_limiter(state.get("limiter"))
+        self._check_epochs(state.get("epochs"))
         if not state.get("hooked"):
             self._own_columns(state.get("columns"))
         if state.get("has_streams"):
@@ -111,12 +111,46 @@ class Checkpoint:
             if len(heads) and not 0 <= int(heads.min()) <= int(heads.max()) < n:
                 raise self._fault("shmbuf/heads.memmap names trajectories that are not there")
 
+    def _check_limiter(self, limiter: Any) -> None:
+        if limiter is None:
+            return
+        if not isinstance(limiter, dict):
+            raise self._fault(f"state.json: limiter = {str(limiter)[:80]}")
+        for k in ("num", "den"):
+            number(f"state.json: limiter: {k}", limiter.get(k), 1, 1 << 32)
+        number("state.json: limiter: inserted", limiter.get("inserted"), 0, layout.MAX_ID)
+        diff = limiter.get("diff")
+        if isinstance(diff, bool) or not isinstance(diff, (int, float)) or not abs(diff) < 1 << 61:
+            raise self._fault(f"state.json: limiter: diff = {str(diff)[:80]}: a number below 2^61")
+
+    def _check_epochs(self, epochs: Any) -> None:
+        if epochs is None:
+            return
+        own, shared = (epochs.get(k) or {} for k in ("own", "shared")) if isinstance(epochs, dict) else (None, None)
+        if not isinstance(own, dict) or not isinstance(shared, dict):
+            raise self._fault(f"state.json: epochs = {str(epochs)[:80]}")
+        for word in (*shared.values(), *([own.get("word")] if own else [])):
+            if (
+                not isinstance(word, list)
+                or len(word) != 2
+                or not all(type(w) is int and 0 <= w < 1 << 64 for w in word)
+            ):
+                raise self._fault(f"state.json: epochs: {str(word)[:80]} is no pair of whole numbers below 2^64")
+        if own and not (
+            type(own.get("order")) is int and 0 <= own["order"] < 1 << 64 and type(own.get("fresh")) is bool
+        ):
+            raise self._fault(
+                f"state.json: epochs: own: order {str(own.get('order'))[:80]}, fresh {own.get('fresh')!r}"
+            )
+
     def _own_columns(self, described: Any) -> None:
         """The sidecar knows keys that cannot be names of files, and the order of columns."""
         try:
             mine = [
                 Stored(
-                    Column(as_key(c["key"]), str(c["dtype"]), tuple(int(d) for d in c["shape"])),
+                    Column(
+                        as_key(c["key"]), str(c["dtype"]), tuple(number("shape", d, 0, 1 << 30) for d in c["shape"])
+                    ),
                     layout.column_path(as_key(c["file"])),
                 )
                 for c in described
@@ -125,7 +159,7 @@ class Checkpoint:
             if not isinstance(form, (list, type(None))) or any(type(d) is not int or not 0 < d < 2**31 for d in inner):
                 raise ValueError(f"form {form!r}, inner {inner!r}")
             Schema([c.column for c in mine], form, inner)
-        except (TypeError, KeyError, ValueError, SchemaError) as e:
+        except (TypeError, KeyError, ValueError, OverflowError, AttributeError, SchemaError) as e:
             raise self._fault(f"the columns in shmbuf/state.json: {e!r}") from None
         files = {c.file: (c.column.dtype, c.column.shape) for c in self.columns}
         if {c.file: (layout.plain_dtype(c.column.dtype), c.column.shape) for c in mine} != files:
@@ -136,7 +170,7 @@ class Checkpoint:
         alpha, eps = (self._real(f"sampler: {k}", meta.get(k)) for k in ("_alpha", "_eps"))
         self.formula = (alpha, eps)
         top = meta.get("_max_priority")
-        if isinstance(top, list) and top and isinstance(top[0], (int, float)) and 0 <= top[0] < math.inf:
+        if isinstance(top, list) and top and isinstance(top[0], (int, float)) and 0 <= top[0] <= sys.float_info.max:
             self.new_row = float(top[0])
         if self.state is not None and self.state.get("priorities"):
             p = self._array("priorities", np.float64, self.rows)
@@ -179,9 +213,9 @@ class Checkpoint:
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
-    def schema(self, leave_out: Sequence[tuple[str, ...]] = ()) -> Schema:
+    def schema(self) -> Schema:
         try:
-            return Schema([c.column for c in self.columns if c.column.key not in leave_out], self.form, self.inner)
+            return Schema([c.column for c in self.columns], self.form, self.inner)
         except SchemaError as e:
             raise self._fault(str(e)) from None
 
@@ -248,6 +282,8 @@ class Made:
     """The same of a TensorDict that hooks made."""
 
     def __init__(self, of: Checkpoint, schema: Schema, leaves: dict[tuple[str, ...], Any]):
+        import torch
+
         missing = [show_key(k) for k in schema.keys if k not in leaves]
         if missing:
             raise CheckpointError(f"load hooks gave no {', '.join(missing)}")
@@ -255,8 +291,6 @@ class Made:
         self._leaves = []
         for c in schema.columns:
             t = leaves[c.key].contiguous()
-            import torch
-
             raw = t.view(getattr(torch, c.numpy)) if c.dtype != c.numpy else t
             self._leaves.append(raw.numpy())
 

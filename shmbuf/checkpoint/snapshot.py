@@ -1,8 +1,8 @@
 """The rows of one instant, copied into files while others write. No torch here.
 
-The instant is the moment when the end of the window is read. Its rows never change where they lie; they can only fall off, the oldest
-first, and only before they were copied: those are left out, and whoever asks is told how many. So what is saved is a whole suffix of what
-was stored then. An edit of a row is either in it or not, whole.
+The instant is the moment when the end of the window is read. Its rows can only fall off, the oldest first, and only before they were
+copied: those are left out, and whoever asks is told how many. So what is saved is a whole suffix of what was stored then. A row that is
+edited meanwhile is saved as it was or as it became, whole.
 """
 
 from __future__ import annotations
@@ -147,8 +147,15 @@ class _Copy:
         except NotEnoughRows:
             yield
             return
-        with pin:  # Lapped if it was revoked
+        try:
             yield
+            if not pin.keeps:  # edits do no harm: rows are copied whole
+                raise Lapped(
+                    f"writers had to wait for this checkpoint of buffer {self.buf.name!r} for {timeout:g} s, and went on: rows were "
+                    "lost. No checkpoint was written. timeout= allows more"
+                )
+        finally:
+            pin.release()
 
     def _figures(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Counters and limiter of one instant, if writers leave one within a few looks."""

@@ -5,12 +5,12 @@
 namespace shmbuf {
 namespace {
 
-// Addresses of what comes with n rows, 0: nothing. Priorities are float64, as the user knows them.
-struct With { u64 streams = 0, priorities = 0; };
+// Addresses of what comes with n rows, 0: nothing. Priorities are float64, as the user knows them. loaded: see Extras.
+struct With { u64 streams = 0, priorities = 0; bool loaded = false; };
 
 Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake, const With &with) {
   Ticket t{h, nullptr, Status::ok};
-  Extras extras{reinterpret_cast<const u64 *>(with.streams), nullptr};
+  Extras extras{reinterpret_cast<const u64 *>(with.streams), nullptr, with.loaded};
   std::vector<float> leaves;
   if (with.priorities && load(h->segment().control().priorities.formula.low, acquire)) {  // nobody draws by priority: nobody wants them
     leaves.resize(n);
@@ -61,10 +61,10 @@ std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *
   return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake, with);
 }
 std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors,
-                                 u64 streams, u64 priorities) {
+                                 u64 streams, u64 priorities, bool loaded) {
   Handle::Use use(*h);
   if (leaves.size() != columns.leaves.size()) return std::nullopt;
-  return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors, {streams, priorities});
+  return put_objects(h, columns, PySequence_Fast_ITEMS(leaves.ptr()), n, full, timeout, wake, tensors, {streams, priorities, loaded});
 }
 std::optional<Ticket> put_tree(const H &h, const Columns &columns, nb::handle root, i64 n, u32 full, double timeout, bool wake, bool tensors,
                                u64 streams, u64 priorities) {
@@ -126,8 +126,8 @@ Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std
   }
   return t;
 }
-// restart: (first id, write_count, rows_total) of a checkpoint that is to be loaded.
-Ticket clear(const H &h, bool keep_write_count, double timeout, std::optional<std::tuple<u64, u64, u64>> restart) {
+// restart: (first id, write_count) of a checkpoint that is to be loaded.
+Ticket clear(const H &h, bool keep_write_count, double timeout, std::optional<std::pair<u64, u64>> restart) {
   Handle::Use use(*h);
   Ticket t{h, nullptr, Status::ok};
   u64 deadline = deadline_in(timeout);
@@ -135,7 +135,7 @@ Ticket clear(const H &h, bool keep_write_count, double timeout, std::optional<st
     nb::gil_scoped_release r;
     Patience patience{h};
     Producer::Restart at;
-    if (restart) std::tie(at.first_id, at.write_count, at.rows_total) = *restart;
+    if (restart) std::tie(at.first_id, at.write_count) = *restart;
     t.status = h->clear((keep_write_count ? u32(kKeepWriteCount) : 0u) | (restart ? u32(kRestart) : 0u), at, deadline, t.state, [&] { return patience(); });
   }
   if (t.status == Status::interrupted) throw nb::python_error();

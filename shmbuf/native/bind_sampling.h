@@ -293,11 +293,20 @@ struct PinHold {
     } catch (const Gone &) {  // closed: gone with it
     }
   }
-  bool valid() const {
+  bool keeps() const {  // its rows are still stored, edited or not
     if (!held) return false;
     try {
       Handle::Use use(*handle);
-      return handle->pin_valid(index, first_id) && handle->unedited(stripes, first_id, end_id);
+      return handle->pin_valid(index, first_id);
+    } catch (const Gone &) {
+      return false;
+    }
+  }
+  bool valid() const {
+    if (!keeps()) return false;
+    try {
+      Handle::Use use(*handle);
+      return handle->unedited(stripes, first_id, end_id);
     } catch (const Gone &) {
       return false;
     }
@@ -348,6 +357,7 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
   nb::class_<PinHold>(m, "PinHold")
       .def("release", &PinHold::release)
       .def_prop_ro("held", [](const PinHold &p) { return p.held.load(); })
+      .def_prop_ro("keeps", &PinHold::keeps)
       .def_prop_ro("valid", &PinHold::valid);
 
   handle.def("draw", &draw, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a)
@@ -376,8 +386,10 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
         return h->sampling().share_epoch(which, options);
       }, "which"_a, "options"_a)
+      .def("raise_new_row", [](const H &h, double priority) { return int(h->sampling().raise_new_row(priority)); }, "priority"_a)
       .def("epoch_word", [](const H &h, u32 which, std::optional<std::pair<u64, u64>> set) {  // of a checkpoint
         Reader use(*h);
+        if (set && h->readonly()) throw nb::type_error("a read-only handle sets nothing");
         if (which >= std::size(h->segment().control().epochs)) throw nb::index_error("epoch");
         Pair &word = h->segment().control().epochs[which].word;
         for (;;) {

@@ -91,13 +91,13 @@ class Gather {
   bool unmoved(u64 word) const { return !(word & 1) && load(s_.control().edit_word, relaxed) == word; }
   // E3, of a row that may have been copied while it was edited. False: overwritten, or edited anew on every try.
   bool copy_edited(u64 id, u64 j) const {
-    constexpr int kSpins = 200, kTries = 100'000;
+    constexpr int kTries = 100'000;
     for (int tries = 0; tries < kTries; ++tries) {
       const u32 &stripe = stripe_of(s_, id), before = load(stripe, acquire);
       const u64 seq = load(s_.control().commit_seq, acquire);
       if (before & 1) {
-        if (tries < kSpins) {
-          std::this_thread::yield();
+        if (spins_ > 0) {  // in all, not for each row: the writer may be stopped
+          --spins_, std::this_thread::yield();
           continue;
         }
         if (!copy_as_it_will_be(id, j, seq)) continue;
@@ -121,16 +121,20 @@ class Gather {
     if (!well_formed(r, s_.ring_bytes, s_.ring_bytes, s_.row_bytes) || r.kind != kEdit) return false;
     EditRecord e(s_.ring(i), s_.ring_bytes, at, r);
     if (!e.sound(s_.row_bytes)) return false;
-    for (u64 k = 0; k < e.n; ++k) {
-      if (e.id(k) != id) continue;
-      e.each_span(k, [&](u64 offset, u64 from, u64 bytes) {
+    if (sorted_for_ != seq) sort_ids(e), sorted_for_ = seq;
+    for (auto k = std::lower_bound(edited_.begin(), edited_.end(), std::pair{id, u64(0)}); k != edited_.end() && k->first == id; ++k)
+      e.each_span(k->second, [&](u64 offset, u64 from, u64 bytes) {
         for (u32 c = 0; c < n_columns_; ++c) {
           const u64 lo = std::max(offset, columns_[c].offset), hi = std::min(offset + bytes, columns_[c].offset + columns_[c].bytes);
           if (lo < hi) e.read(columns_[c].data + j * columns_[c].bytes + (lo - columns_[c].offset), from + (lo - offset), hi - lo);
         }
       });
-    }
     return true;
+  }
+  void sort_ids(const EditRecord &e) const {
+    edited_.clear();
+    for (u64 k = 0; k < e.n; ++k) edited_.emplace_back(e.id(k), k);
+    if (!std::is_sorted(edited_.begin(), edited_.end())) std::sort(edited_.begin(), edited_.end());
   }
   // Copy all; rejected(j) decides about each row that was overwritten meanwhile. Stops when it says false.
   template <class Rejected> u64 copy(u64 n, const u64 *ids, Rejected rejected, const u8 *wanted = nullptr) const {
@@ -155,6 +159,10 @@ class Gather {
   const Segment &s_;
   const OutColumn *columns_;
   u32 n_columns_;
+  // Of rows met in the middle of an edit, over all of this gather:
+  mutable int spins_ = 200;
+  mutable u64 sorted_for_ = ~0ull;                     // the commit after which the edit was planned
+  mutable std::vector<std::pair<u64, u64>> edited_;    // (id, place in the record)
 };
 
 // A draw of many bytes is cut into parts of fixed size, each with its own random numbers, so that the same seed gives the same

@@ -237,7 +237,11 @@ class Handle {
     if (destroyed()) return Status::destroyed;
     // What was put before this call, by anybody, is to be forgotten: first let it be stored.
     std::vector<u64> tails(s_.n_slots());
-    for (u32 i = 0; i < tails.size(); ++i) tails[i] = load(s_.slot(i).tail, acquire);
+    for (u32 i = 0; i < tails.size(); ++i) {
+      tails[i] = load(s_.slot(i).tail, acquire);
+      u64 &past = s_.slot(i).clear_to;  // past the limiter; its collector only stores what is beyond his tail
+      if (int(i) != slot_) for (u64 seen = load(past, relaxed); seen < tails[i] && !compare_exchange(past, seen, tails[i], relaxed);) {}
+    }
     auto stored = [&] {
       for (u32 i = 0; i < tails.size(); ++i)
         if (int(i) != slot_ && load(s_.slot(i).head_pub, acquire) < tails[i]) return false;

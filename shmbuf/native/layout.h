@@ -25,6 +25,7 @@ namespace shmbuf {
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
 inline constexpr u32 kVersionMajor = 3, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
+inline constexpr u64 kMaxId = (1ull << 61) - (1ull << 40);  // of a checkpoint's first row; links keep 61 bits, and this leaves room to go on
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
 
 constexpr u64 align_up(u64 n, u64 to) { return (n + to - 1) / to * to; }
@@ -207,8 +208,9 @@ static_assert(sizeof(CommitBlock) == 128);
 enum RecordKind : u32 { kRows = 1, kClear = 2, kEdit = 3 };
 enum RecordFlags : u32 {
   kKeepWriteCount = 1,            // CLEAR: empty(empty_write_count=False)
-  kRestart = 8,                   // CLEAR: followed by {first id, write_count, rows_total, 0}: a checkpoint is to be loaded
+  kRestart = 8,                   // CLEAR: followed by {first id, write_count, 0, 0}: a checkpoint is to be loaded
   kStreams = 2, kLeaves = 4,      // ROWS: after the rows, a u64 each (its stream); then a float each (its priority's leaf)
+  kLoaded = 16,                   // ROWS of a checkpoint: kHeadless in a stream's word says that rows before its first are missing
 };
 struct Record {                   // followed by n_rows × row_bytes (an EDIT: see edits.h); a multiple of 32 bytes, so a header never straddles the end
   u64 bytes;                      // of the whole record

@@ -200,6 +200,7 @@ class Links {
   static constexpr u64 kEnded = 1ull << 63;  // in Stream.last: that row was the last of its trajectory
   static constexpr u64 kCut = 1ull << 62;    // a stream that was still going on had to give way here: whoever comes new may be it
   static constexpr u64 kCutNow = 1ull << 61; // the same, for whom it gave way to: turns to kCut with his first row
+  static constexpr u64 kHeadless = 1ull << 63;  // in the word of a stream that comes with a row: rows before it are missing
   static constexpr u64 kProbe = 16;          // entries looked at for one key
 
   static u64 bytes(u64 capacity) { return align_up(capacity * sizeof(Link), 128) + align_up(Ends::bytes(capacity), 128); }
@@ -226,20 +227,25 @@ class Links {
     FAILPOINT(link_cleared);
   }
   // The rows [first, first + n) of the collector that `table` belongs to: key(j) tells the j-th row's stream (mixed, not 0), ended(j)
-  // whether it ends its trajectory. Returns how many streams were cut because the table was full of others.
-  template <class Key, class Ended> u64 append(Stream *table, u64 entries, Span t, u64 first, u64 n, Key key, Ended ended) {
+  // whether it ends its trajectory; headless(j): if its stream is new, whether rows before it are missing. Returns how many streams
+  // were cut because the table was full of others.
+  template <class Key, class Ended, class Headless>
+  u64 append(Stream *table, u64 entries, Span t, u64 first, u64 n, Key key, Ended ended, Headless headless) {
     u64 cut = 0;
     for (u64 j = 0, e; j < n; j = e) {
       u64 k = key(j);
       for (e = j + 1; e < n && key(e) == k;) ++e;
-      cut += append_run(table, entries, t, first + j, e - j, k, [&, j](u64 i) { return bool(ended(j + i)); });
+      cut += append_run(table, entries, t, first + j, e - j, k, headless(j), [&, j](u64 i) { return bool(ended(j + i)); });
     }
     return cut;
   }
-  u64 append(Stream *table, u64 entries, Span t, u64 id, u64 key, bool ended) {
-    return append_run(table, entries, t, id, 1, key, [=](u64) { return ended; });
+  template <class Key, class Ended> u64 append(Stream *table, u64 entries, Span t, u64 first, u64 n, Key key, Ended ended) {
+    return append(table, entries, t, first, n, key, ended, [](u64) { return false; });
   }
-  template <class Ended> u64 append_run(Stream *table, u64 entries, Span t, u64 first, u64 n, u64 key, Ended ended) {
+  u64 append(Stream *table, u64 entries, Span t, u64 id, u64 key, bool ended) {
+    return append_run(table, entries, t, id, 1, key, false, [=](u64) { return ended; });
+  }
+  template <class Ended> u64 append_run(Stream *table, u64 entries, Span t, u64 first, u64 n, u64 key, bool headless, Ended ended) {
     u64 cut = 0, id = first, end = first + n;
     Stream *s = find(table, entries, t, key, cut);
     u64 last = s ? load(s->last, relaxed) : 0, sticky = last & (kCut | kCutNow) ? kCut : 0;
@@ -251,7 +257,7 @@ class Links {
       last = id | (ended(id - 1 - first) ? kEnded : 0), fresh = false;
     }
     if (id < end) {
-      bool head_missing = fresh ? cut_about(table, entries, key) : !s || !(last & kEnded);
+      bool head_missing = fresh ? headless || cut_about(table, entries, key) : !s || !(last & kEnded);
       chain(t, id, end, last & kEnded ? 0 : last & kId, head_missing, [&](u64 i) { return ended(i - first); });
       last = end | (ended(n - 1) ? kEnded : 0);
       FAILPOINT(link_bits);

@@ -47,6 +47,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   nb::list status_list;
   for (auto *s : statuses) status_list.append(s);
   m.attr("STATUSES") = nb::tuple(status_list);
+  m.attr("MAX_ID") = kMaxId, m.attr("HEADLESS") = Links::kHeadless;
   m.attr("READONLY") = int(Handle::kReadonly), m.attr("NO_PRESENCE") = int(Handle::kNoPresence);
   m.attr("FOR_ROWS") = int(kForRows), m.attr("CREATOR") = int(kCreator), m.attr("READER") = int(kReader);
   m.attr("LOCK_PRESENCE") = kLockPresence, m.attr("LOCK_DESTROY") = kLockDestroy;
@@ -150,10 +151,14 @@ NB_MODULE(SHMBUF_MODULE, m) {
         nb::gil_scoped_release r;
         return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row);
       }, "schema"_a, "row_bytes"_a, "n_columns"_a, "trajectories"_a, "ends"_a, "trajectory"_a)
-      .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0))
+      .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0), "loaded"_a = false)
       .def("put_tree", &put_tree, "columns"_a, "root"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0))
       .def("edit", &edit, "spans"_a, "addresses"_a, "ids"_a, "n"_a, "timeout"_a, "wake"_a, "version"_a = 0)
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a, "restart"_a = nb::none())
+      .def_prop_ro("runnable", [](const H &h) {  // whether a transaction could move anything now
+        Handle::Use use(*h);
+        return h->ready() && Writer::runnable(h->segment());
+      })
       .def("seed", [](const H &h, u64 value) { h->seed(value); }, "value"_a)
       .def("help", [](const H &h) {
         Handle::Use use(*h);

@@ -19,7 +19,8 @@ struct Column {  // one column of one record being put, or of one batch being re
 struct Extras {           // what may come with rows: one value for each row of the put
   const u64 *streams = nullptr;
   const float *leaves = nullptr;
-  u32 flags() const { return (streams ? u32(kStreams) : 0u) | (leaves ? u32(kLeaves) : 0u); }
+  bool loaded = false;    // of a checkpoint: past the limiter, and streams may lack their beginnings
+  u32 flags() const { return (streams ? u32(kStreams) : 0u) | (leaves ? u32(kLeaves) : 0u) | (loaded ? u32(kLoaded) : 0u); }
 };
 
 inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
@@ -36,7 +37,7 @@ inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes
   if (r.kind == kEdit)  // edits.h looks at the rest
     return spans_of(r.flags) >= 1 && spans_of(r.flags) <= kMaxSpans && version_known(r.flags >> kVersionShift) && r.n_rows >= 1 &&
            r.n_rows <= ring_bytes / 8 && r.bytes > sizeof(Record) + spans_of(r.flags) * 8 + r.n_rows * 8;
-  return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves)) &&
+  return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves | kLoaded)) &&
          r.bytes == record_bytes(r.n_rows, row_bytes, r.flags);
 }
 
@@ -78,10 +79,11 @@ class Producer {
     if (extras.streams) ring_write(ring_, size_, at, extras.streams + from, n * 8), at += n * 8;
     if (extras.leaves) ring_write(ring_, size_, at, extras.leaves + from, n * 4);
     FAILPOINT(ring_copied);
+    if (extras.loaded) store(slot_->clear_to, tail_ + bytes, relaxed);
     bump(slot_->put_rows, n);                // before tail: a kill in between counts rows that were never put, not the reverse
     return publish(bytes);
   }
-  struct Restart { u64 first_id = 0, write_count = 0, rows_total = 0, unused = 0; };
+  struct Restart { u64 first_id = 0, write_count = 0, unused[2] = {}; };
   u64 publish_clear(u32 flags, const Restart &restart) {
     const u64 bytes = clear_bytes(flags);
     write_header({bytes, kClear, flags, 0, kPending});

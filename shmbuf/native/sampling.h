@@ -225,6 +225,16 @@ template <class Host> class Sampling {
     }
     return Status::ok;
   }
+  // What a new row gets is this at least: of a checkpoint, where the row that once had it is gone.
+  Status raise_new_row(double priority) {
+    if (h_.readonly()) return Status::readonly;
+    float leaf;
+    u64 bad;
+    if (!keeps_priorities()) return Status::not_ready;
+    if (const Status s = leaves_of(&priority, 1, &leaf, bad); s != Status::ok) return s;
+    raise_highest(words(), leaf);
+    return Status::ok;
+  }
   template <class Number> Status set_priorities(const u64 *ids, const Number *p, u64 n, u8 *applied, u64 &bad) {
     if (h_.readonly()) return Status::readonly;
     if (h_.destroyed()) return Status::destroyed;

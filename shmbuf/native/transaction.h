@@ -76,27 +76,34 @@ class Writer {
     return true;
   }
 
-  // Does any ring hold bytes beyond its published head? (Asked without the role: a hint, exact after a fence.)
+  // May a transaction move anything now? (Asked without the role: a hint, exact after a fence.)
   static bool runnable(const Segment &s) {
-    bool any = false;
+    const Control &c = s.control();
+    if (wanted(c)) return true;
+    const u64 room = room_hint(s);
+    if (const u64 seq = load(c.commit_seq, acquire); load(c.plan_seq, acquire) == seq + 1)
+      return room == Pins::kUnlimited || load(s.block(seq + 1).cursor, relaxed) - load(c.cursor, acquire) <= room;
+    bool waits = false;
     for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
       const Slot &slot = s.slot(i);
-      const u64 tail = load(slot.tail, acquire), head = load(slot.head_pub, relaxed);
+      const u64 tail = load(slot.tail, acquire), head = load(slot.head_pub, acquire);
       if (tail == head) continue;
-      if (load(slot.clear_to, relaxed) > head || load(slot.skip_to, relaxed) > head) return true;
-      any = true;
+      if (load(slot.skip_to, relaxed) > head) return true;
+      if (!has_room(s, i, head, room)) continue;
+      if (load(slot.clear_to, relaxed) > head) return true;
+      waits = true;
     }
-    return (any && Limiter(s.control().limiter).admit(inserted(s)) && !pinned(s)) || wanted(s.control());
+    return waits && Limiter(s.control().limiter).admit(inserted(s));
   }
   // Whether pins keep all that the rings hold from being stored.
   static bool pinned(const Segment &s) {
     const Control &c = s.control();
-    const u64 seq = load(c.commit_seq, acquire), cursor = load(c.cursor, acquire), room = Pins::hint(s, cursor);
+    const u64 seq = load(c.commit_seq, acquire), room = room_hint(s);
     if (room == Pins::kUnlimited) return false;
-    if (load(c.plan_seq, acquire) == seq + 1) return load(s.block(seq + 1).cursor, relaxed) - cursor > room;
+    if (load(c.plan_seq, acquire) == seq + 1) return load(s.block(seq + 1).cursor, relaxed) - load(c.cursor, acquire) > room;
     for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
       const u64 tail = load(s.slot(i).tail, acquire), head = load(s.slot(i).head_pub, acquire);
-      if (tail != head && load(record_at(s.ring(i), s.ring_bytes, head).n_rows, relaxed) <= room) return false;
+      if (tail != head && has_room(s, i, head, room)) return false;
     }
     return true;
   }
@@ -112,6 +119,14 @@ class Writer {
   static BlockSlot entry(const CommitBlock &b, u32 i) { return i < b.n_slots ? b.slot[i] : BlockSlot{}; }  // i < max_collectors
   u32 slots_of(const CommitBlock &b) const {  // bounded by what is mapped, whatever a damaged word says
     return b.n_slots < s_.header().max_collectors ? b.n_slots : s_.header().max_collectors;
+  }
+
+  static u64 room_hint(const Segment &s) { return Pins::hint(s, load(s.control().cursor, acquire)); }
+  // Whether pins let the record at the head of a ring pass. A CLEAR and an EDIT need no room.
+  static bool has_room(const Segment &s, u32 i, u64 head, u64 room) {
+    if (room == Pins::kUnlimited) return true;
+    const Record &r = record_at(s.ring(i), s.ring_bytes, head);
+    return load(r.kind, relaxed) != kRows || load(r.n_rows, relaxed) <= room;
   }
 
   bool well_formed(const Record &r, u64 at, u64 tail) const { return shmbuf::well_formed(r, tail - at, s_.ring_bytes, s_.row_bytes); }
@@ -210,10 +225,10 @@ class Writer {
     u64 first = align_up(now.cursor, s_.capacity);  // ids never repeat, indices start again at 0
     if (!(r.flags & kKeepWriteCount)) next.write_count = 0;
     if (r.flags & kRestart) {
-      if (u64 asked = extra<u64>(i, at + sizeof(Record)); asked >= now.cursor && !(asked >> 62)) first = asked;
-      next.write_count = extra<u64>(i, at + sizeof(Record) + 8);
-      store(next.rows_total, std::max(now.rows_total, extra<u64>(i, at + sizeof(Record) + 16)), relaxed);
-      if (next.write_count > next.rows_total) next.write_count = next.rows_total;
+      const u64 asked = std::min(extra<u64>(i, at + sizeof(Record)), kMaxId);  // or the next one of the same slot
+      first = asked >= now.cursor ? asked : asked + align_up(now.cursor - asked, s_.capacity);
+      next.write_count = std::min(extra<u64>(i, at + sizeof(Record) + 8), kMaxId);
+      store(next.rows_total, std::max(now.rows_total, next.write_count), relaxed);
     }
     store(next.cursor, first, relaxed), next.base = first;
     ++next.clears;
@@ -350,11 +365,12 @@ class Writer {
         return j >= skipped ? s_.row(first + j) : row_in_ring(i, at + sizeof(Record) + j * s_.row_bytes);
       };
       auto stream = [&](u64 j) -> u64 {
-        if (r.flags & kStreams) return extra<u64>(i, streams + j * 8);  // also beside a trajectory's id: rows of a checkpoint
+        if (r.flags & kStreams) return extra<u64>(i, streams + j * 8) & ~(r.flags & kLoaded ? Links::kHeadless : 0);
         return built.trajectory.bytes ? hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes) : 0;
       };
       cut += links_.append(table, built.stream_entries, span, first, r.n_rows, [&](u64 j) { return stream_key(incarnation, stream(j)); },
-                           [&](u64 j) { return is_end(built, row(j)); });
+                           [&](u64 j) { return is_end(built, row(j)); },
+                           [&](u64 j) { return r.flags & kStreams && r.flags & kLoaded && extra<u64>(i, streams + j * 8) & Links::kHeadless; });
     });
     links_.settle();
     if (cut) bump(c_.streams_cut, cut);

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import unravel_key
 
 from shmbuf.queries import segments
+from shmbuf.queries.comparing import compared, computable, is_one_of
 from shmbuf.queries.trajectory import Trajectory
 from shmbuf.schema import Key, as_key
 
@@ -86,35 +88,26 @@ def _constant(value: Any, what: str) -> Any:
     if isinstance(value, (bool, int, float, complex)):
         return value
     if isinstance(value, torch.Tensor):
-        value = segments.tame(value)
-        return value.reshape(()) if value.numel() == 1 else value
+        return value.item() if value.numel() == 1 else segments.tame(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (np.ndarray, list, tuple)):
-        try:
-            return _constant(torch.as_tensor(np.asarray(value)), what)
-        except (TypeError, ValueError):
-            pass
+        array = np.asarray(value)
+        if array.size == 1:
+            return _constant(array.item(), what)
+        with contextlib.suppress(TypeError, ValueError):
+            return _constant(torch.as_tensor(array), what)
     raise TypeError(f"{what}: {type(value).__name__} is neither a number, a tensor nor an expression of traj")
 
 
-def _fitting(t: torch.Tensor, c: Any) -> tuple[torch.Tensor, Any]:
-    """Sides of an operation whose numbers mean the same after torch has promoted them: an integer beside a float is a float64, one that
-    the other's dtype cannot hold makes it wider."""
-    if isinstance(c, torch.Tensor):
-        if segments.is_integer(t) != segments.is_integer(c):
-            t, c = (s.to(torch.float64) if segments.is_integer(s) else s for s in (t, c))
-    elif isinstance(c, float) and segments.is_integer(t):
-        t = t.to(torch.float64)
-    elif isinstance(c, int) and not isinstance(c, bool) and segments.is_integer(t) and t.dtype != torch.bool:
-        if not -(2**63) <= c < 2**63:
-            return t.to(torch.float64), float(c)
-        info = torch.iinfo(t.dtype)
-        if not info.min <= c <= info.max:
-            t = t.to(torch.int64)
-    elif isinstance(c, int) and t.dtype == torch.bool:
-        t = t.to(torch.int64)
-    return t, c
+def _numbers(values: Any, what: str) -> list[Any]:
+    if isinstance(values, (list, tuple)):  # one by one: NumPy makes floats of integers that int64 cannot hold
+        return [n for v in values for n in _numbers(v, what)]
+    if isinstance(values, torch.Tensor):
+        return values.detach().reshape(-1).tolist()
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
+        return values.reshape(-1).tolist()
+    return [_constant(values, what)]
 
 
 def _aligned(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,13 +129,14 @@ def _binary(op: Callable, symbol: str, formula: str, a: Any, b: Any, steps: bool
             raise ValueError(
                 f"{formula}: a constant of shape {list(constant.shape)} beside rows of shape {list(value.shape[1:])}"
             )
-    if symbol in ARITHMETIC.values():
-        x, y = (segments.widened(s) if isinstance(s, torch.Tensor) else s for s in (x, y))
-    if isinstance(x, torch.Tensor):
-        x, y = _fitting(x, y)
-    else:
-        y, x = _fitting(y, x)
     try:
+        if symbol not in ARITHMETIC.values():
+            return compared(op, x, y)  # Python turns a comparison round, so the left side is always ours
+        x, y = (segments.widened(s) if isinstance(s, torch.Tensor) else s for s in (x, y))
+        if isinstance(x, torch.Tensor):
+            x, y = computable(x, y)
+        else:
+            y, x = computable(y, x)
         return op(x, y)
     except RuntimeError as e:
         raise ValueError(f"{formula}: {str(e).splitlines()[0]}") from None
@@ -187,8 +181,8 @@ def _unary(op: Callable, of: _Computed, frame: Frame) -> torch.Tensor:
     return op(segments.widened(of._value(frame)))
 
 
-def _isin(values: torch.Tensor, of: _Computed, frame: Frame) -> torch.Tensor:
-    return torch.isin(*_fitting(of._value(frame), values.reshape(-1)))
+def _isin(numbers: list[Any], of: _Computed, frame: Frame) -> torch.Tensor:
+    return is_one_of(of._value(frame), numbers)
 
 
 def _inverted(of: _Computed, formula: str, frame: Frame) -> torch.Tensor:
@@ -324,9 +318,8 @@ class Expression(_Computed):
     __hash__ = None  # type: ignore[assignment]
 
     def isin(self, values: Any) -> Any:
-        """Whether it is one of these numbers: a condition for each step, or a predicate."""
-        constant = _constant(values, f"{self._formula}.isin(…)")
-        fn = partial(_isin, torch.as_tensor(constant), self)
+        """Whether it equals one of these numbers: a condition for each step, or a predicate."""
+        fn = partial(_isin, _numbers(values, f"{self._formula}.isin(…)"), self)
         formula = f"{self._formula}.isin({_text(values)})"
         return Condition(fn, formula, self._keys, True) if self._steps else _predicate(fn, formula, self._keys)
 

@@ -500,7 +500,7 @@ MISUSES: dict[str, tuple[Callable[[RB, Context], Any], type[Exception], str]] = 
     "dumps": (lambda rb, c: rb.dumps(foreign(c)), CheckpointError, "photo"),
     "empty": (lambda rb, c: rb.empty(timeout="soon"), ValueError, "timeout='soon'"),
     "extend": (lambda rb, c: rb.extend(numbered(0, 3).set("k", torch.zeros(3))), SchemaError, "expected int64"),
-    "insert_transform": (lambda rb, c: rb.insert_transform(5, twice), IndexError, "index 5"),
+    "insert_transform": (lambda rb, c: rb.insert_transform(5, twice), ValueError, "index 5"),
     "load": (lambda rb, c: rb.load(c.path / "nowhere"), CheckpointError, "nowhere"),
     "load_state_dict": (lambda rb, c: rb.load_state_dict({}), KeyError, "_storage"),
     "loads": (lambda rb, c: rb.loads(c.path / "nowhere"), CheckpointError, "nowhere"),

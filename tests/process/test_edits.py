@@ -3,8 +3,11 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 
 from shmbuf import Buffer, destroy
 from tests import oracle
@@ -118,4 +121,40 @@ def test_each_version_of_a_row_is_one_process_s(unique_name):
         assert (last["v"] == ROUNDS).all() and (last["who"] == 1 + made[:, -1].argmax(0)).all()
         assert (last["pay"] == (ROUNDS * 1000 + last["who"])[:, None]).all()
         assert buffer.stats()["edited_rows"] == made.sum() and not buffer.check()["findings"]
+    destroy(unique_name)
+
+
+STOPS = """
+import sys, numpy as np
+from shmbuf import Buffer
+from shmbuf._extension import native
+b = Buffer.attach(sys.argv[1])
+ids = np.array(eval(sys.argv[2]))
+native.arm("edit_half=stop@1")
+b.edit(ids, {"y": np.arange(len(ids)) + 1000})
+"""
+
+
+@pytest.mark.parametrize(
+    "ids", [[3, 5, 3, 3, 7], list(range(2000)), list(range(1999, -1, -1))], ids=["twice", "rising", "falling"]
+)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT], ids=["killed", "goes on"])
+def test_rows_under_a_stopped_edit_are_read_as_they_will_be(unique_name, ids, end):
+    """Of a row that is named twice the last values; in whatever order the ids came, and however many they are."""
+    with Buffer.create(unique_name, 2000, schema={"x": "int64", "y": "int64"}, drain="caller") as buffer:
+        buffer.extend({"x": np.arange(2000), "y": np.zeros(2000, np.int64)})
+        env = {**os.environ, "SHMBUF_NATIVE": "failpoints"}
+        editor = subprocess.Popen([sys.executable, "-c", STOPS, unique_name, repr(ids)], env=env)
+        os.waitid(os.P_PID, editor.pid, os.WSTOPPED | os.WNOWAIT)
+        becomes = np.zeros(2000, np.int64)
+        becomes[ids] = np.arange(len(ids)) + 1000  # the last one stays
+        for _ in range(2):
+            rows = buffer.gather(range(2000))
+            assert (rows["x"] == np.arange(2000)).all() and (rows["y"] == becomes).all()
+            rows, drawn = buffer.draw(500)
+            assert (rows["y"] == becomes[drawn]).all()
+            editor.send_signal(end)  # nothing, once it has ended
+            editor.wait(60)
+        buffer.drain()
+        assert not buffer.check()["findings"]
     destroy(unique_name)

@@ -10,7 +10,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmbuf import Buffer, PrioritizedSampler, ShmStorage, TensorDictReplayBuffer, traj
+from shmbuf import (
+    Buffer,
+    NotEnoughRows,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    ShmStorage,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    traj,
+)
 from shmbuf.query import query_buffer
 
 SPEC = {"id": torch.int64, "t": torch.int64, "next": {"done": torch.bool}}
@@ -44,6 +53,7 @@ def query(rb: TensorDictReplayBuffer, predicate=None) -> list:
 
 
 def test_b152_indices_after_a_filter(rb):
+    """Of 10 trajectories of 5 rows those of ids 2, 7, 9: positions in a hit are its own, `row_id` and `index` are the buffer's."""
     rb = rb()
     for number in range(10):
         rb.extend(episode(number, 5))
@@ -66,6 +76,7 @@ def test_b152_indices_after_a_filter(rb):
 
 
 def test_b154_zero_length_and_inconsistent_lengths(rb):
+    """50, 0, 50 rows, then ends on first rows: an empty one does not exist, and lengths add up to the rows stored."""
     rb = rb()
     rb.extend(episode(0, 50))
     rb.extend(episode(1, 0))
@@ -81,6 +92,7 @@ def test_b154_zero_length_and_inconsistent_lengths(rb):
 
 
 def test_b156_evicting_whole_trajectories(rb):
+    """10,000 episodes of 1 to 30 rows, some in pieces, through 100 rows: after each, exactly the last 100 rows in their trajectories."""
     rb, rng, rows = rb(100), random.Random(156), []  # rows: (id, t), all that were put
     for number in range(10_000):
         n = rng.randint(1, 30)
@@ -101,18 +113,28 @@ def test_b156_evicting_whole_trajectories(rb):
 
 
 def test_b158_no_finished_trajectory_yet(rb):
-    rb = rb()
+    """One open episode of 104 rows is no finished one; what asks for slices of 105 is told how many there are and how long; then it ends."""
+    rb = rb(sampler=SliceSampler(slice_len=105))
     rb.extend(episode(0, 104, done=False))
+    with pytest.raises(
+        NotEnoughRows, match=r"the longest has 104 rows, slices of 105 .*; 1 trajectory is stored, 1 of them open"
+    ):
+        rb.sample(105)
     assert query(rb, finished) == []
     (whole,) = query(rb)
     assert whole.length == 104 and whole.t.tolist() == list(range(104))
     rb.extend(episode(0, 1, first=104))
     (done,) = query(rb, finished)
     assert done.length == 105 and query(rb, ~finished) == []
+    assert rb.sample(105)["t"].tolist() == list(range(105))
+    rb.set_sampler(SliceSampler(slice_len=106))
+    with pytest.raises(NotEnoughRows, match=r"; 1 trajectory is stored, 0 of them open"):
+        rb.sample(106)
 
 
-def test_b159_a_broken_trajectory_is_kept_out(rb):
-    """By a predicate, and by priorities of 0, whose rows nobody draws; others go on."""
+def test_b159_a_broken_trajectory_is_kept_out(rb, tmp_path):
+    """There is no word for it: its rows get priority 0, which nobody draws by priority (rows, slices; also out of a checkpoint), and a
+    predicate leaves them out of queries. Uniform samplers draw them until they are overwritten."""
     rb = rb(400, sampler=PrioritizedSampler(400, alpha=1.0, beta=0.5, eps=0.0))
     other = TensorDictReplayBuffer._over(
         Buffer.attach(rb.name), {}, sampler=PrioritizedSampler(400, alpha=1.0, beta=0.5, eps=0.0)
@@ -132,6 +154,17 @@ def test_b159_a_broken_trajectory_is_kept_out(rb):
     for _ in range(100):
         assert 2 not in rb.sample(1000)["id"]
     assert set(rb.sample(2000)["id"].tolist()) == {1, 3, 4}
+    rb.dumps(tmp_path / "c")
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(400, drain="caller"), sampler=PrioritizedSampler(400, alpha=1.0, beta=0.5, eps=0.0)
+    ) as restored:
+        restored.loads(tmp_path / "c")
+        (again,) = query(restored, (traj.id == 2).all())
+        assert again.length == 30 and float(np.sum(restored.buffer.priorities(again.row_id.numpy()))) == 0
+        assert set(restored.sample(20_000)["id"].tolist()) == {1, 3, 4}
+    rb.set_sampler(PrioritizedSliceSampler(400, 1.0, 0.5, eps=0.0, slice_len=5))
+    for _ in range(20):
+        assert 2 not in rb.sample(1000)["id"]
     for number in range(5, 15):  # its room is used again
         other.extend(episode(number, 40))
     assert query(rb, (traj.id == 2).any()) == [] and len(rb) == 400

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shmbuf import Buffer, CommitPending, Queue, RingFull, SchemaError
+from shmbuf._extension import native
 from tests.unit.helpers import SMALL, SPEC, figures, k, numbers, rows, same, stored, stuck_drainer
 
 
@@ -167,10 +168,18 @@ def test_a_restart_says_where_ids_go_on(make):
     assert (len(buf), buf.write_count, other.window) == (0, 99, (1234, 1234))
     assert other.extend(k(*range(13))).tolist() == list(range(1234, 1247))
     assert numbers(buf) == list(range(3, 13)) and buf.write_count == 112 and not buf.check()["findings"]
-    with pytest.raises(ValueError, match="row ids never repeat, and the next one is 1247"):
-        buf._restart(1246, write_count=0)
+    for wrong in ({"first_id": -1}, {"first_id": 2**61}, {"first_id": 0, "write_count": 2**61}):
+        with pytest.raises(ValueError, match="numbers up to 2305841909702066176"):
+            buf._restart(**{"write_count": 0, **wrong})
     assert len(buf) == 10
     other.put(k(5))  # another's, which comes first
-    assert buf._restart(1247, write_count=3) == 1250 and (len(buf), buf.write_count) == (0, 3)
-    assert buf._restart(None, write_count=4) == 1250 and buf.write_count == 4
+    assert buf._restart(1247, write_count=3) == 1257 and (len(buf), buf.write_count) == (0, 3), (
+        "the same slot, next time"
+    )
+    assert buf._restart(0, write_count=4) == 1260 and buf.write_count == 4
+    assert buf._restart(native.MAX_ID, write_count=native.MAX_ID) == native.MAX_ID
+    assert other.extend(k(*range(25))).tolist() == list(range(native.MAX_ID, native.MAX_ID + 25))
+    assert numbers(buf) == list(range(15, 25)) and not buf.check()["findings"]
+    buf.empty()
+    assert buf.window[1] % 10 == 0 and buf.window[1] > native.MAX_ID
     other.close()

@@ -182,6 +182,122 @@ def test_numbers_do_not_wrap_nor_round(td):
     )
 
 
+NUMBERS = {
+    "u8": torch.tensor([0, 44, 200, 255], dtype=torch.uint8),
+    "i8": torch.tensor([-128, -56, 0, 127], dtype=torch.int8),
+    "u32": torch.tensor([0, 44, 2**31, 2**32 - 1], dtype=torch.uint32),
+    "u64": torch.tensor([0, 1, 2**53 + 1, 2**63 - 1], dtype=torch.uint64),
+    "i64": torch.tensor([-(2**63), 0, 2**53 + 1, 2**63 - 1]),
+    "flag": torch.tensor([False, True, False, True]),
+    "f16": torch.tensor([-1.5, 2048.0, 65504.0, float("inf")], dtype=torch.float16),
+    "f32": torch.tensor([-1.5, 2.0**24, 2.0**63, float("inf")]),
+    "f64": torch.tensor([-1.5, 2.0**53, 2.0**63, float("nan")], dtype=torch.float64),
+}
+CONSTANTS = [
+    0,
+    1,
+    -1,
+    -56,
+    44,
+    200,
+    300,
+    2**24 + 1,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63) - 1,
+    10**400,
+]
+CONSTANTS += [
+    True,
+    False,
+    0.5,
+    43.5,
+    -1.5,
+    300.0,
+    2.0**53,
+    2.0**63,
+    -(2.0**63),
+    1e300,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
+
+
+def spelled(c) -> list:
+    """The same number in every way to hand it over."""
+    out = [c]
+    if isinstance(c, int) and not isinstance(c, bool) and -(2**63) <= c < 2**64:
+        kinds = [np.int64] * (c < 2**63) + [np.uint64] * (c >= 0)
+    else:
+        kinds = [np.float64] * isinstance(c, float) + [np.bool_] * isinstance(c, bool)
+    for kind in kinds:
+        out += [
+            kind(c),
+            np.array(c, kind),
+            np.array([c], kind),
+            torch.as_tensor(np.array(c, kind)),
+            torch.as_tensor(np.array([[c]], kind)),
+        ]
+    return out  # fmt: skip
+
+
+@pytest.mark.parametrize("c", CONSTANTS, ids=lambda c: str(c)[:24])
+def test_a_constant_is_the_number_it_is_beside_every_dtype(c):
+    """Python's own comparisons of exact numbers are the reference."""
+    rows = TensorDict({**NUMBERS, "episode": torch.arange(4)}, [4])
+    for key, column in NUMBERS.items():
+        numbers = column.tolist()
+        for constant in spelled(c):
+            for op in (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne):
+                got = [int(t["episode"][0]) for t in filter_trajectories(rows, op(traj[key], constant).any())]
+                assert got == [i for i, x in enumerate(numbers) if op(x, c)], (key, op, constant)
+            same = [i for i, x in enumerate(numbers) if x == c]
+            for values in (constant, [constant], [constant, 10**30]):
+                got = [int(t["episode"][0]) for t in filter_trajectories(rows, traj[key].isin(values).any())]
+                assert got == same, (key, values)
+
+
+@pytest.mark.parametrize("a", NUMBERS)
+@pytest.mark.parametrize("b", NUMBERS)
+def test_columns_and_long_constants_of_different_dtypes(a, b):
+    rows = TensorDict(
+        {
+            "a": NUMBERS[a],
+            "b": torch.stack(NUMBERS[b].unbind()[::-1]),
+            "w": torch.stack([NUMBERS[a]] * 2, 1),
+            "episode": torch.arange(4),
+        },
+        [4],
+    )
+    x, y = NUMBERS[a].tolist(), torch.stack(NUMBERS[b].unbind()[::-1]).tolist()
+    for op in (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne):
+        got = [int(t["episode"][0]) for t in filter_trajectories(rows, op(traj.a, traj.b).any())]
+        assert got == [i for i in range(4) if op(x[i], y[i])], op
+        for at in range(3):
+            long = rows["b"][at : at + 2]
+            got = [int(t["episode"][0]) for t in filter_trajectories(rows, op(traj.w, long).any())]
+            assert got == [i for i in range(4) if op(x[i], y[at]) or op(x[i], y[at + 1])], (op, at)
+
+
+def test_arithmetic_with_constants_of_any_spelling_does_not_wrap():
+    rows = TensorDict({"x": NUMBERS["u8"], "f": torch.full((4,), 2.0**24), "episode": torch.arange(4)}, [4])
+
+    def of(expression, value):
+        return [int(t["episode"][0]) for t in filter_trajectories(rows, expression.first() == value)]
+
+    for fifty in (50, np.uint8(50), np.array(50), torch.tensor(50), torch.tensor([50], dtype=torch.uint8)):
+        assert (
+            of(traj.x - fifty, -50) == [0] and of(traj.x + 5 + fifty, 255) == [2] and of(traj.x * fifty, 12750) == [3]
+        )
+        assert [int(t["episode"][0]) for t in filter_trajectories(rows, (traj.x - fifty > 0).any())] == [2, 3]
+    assert of(traj.f + (2**24 + 1), 2**25 + 1) == [0, 1, 2, 3]
+
+
 def test_length_and_total_reward(td):
     assert kept(td, traj.total_reward > 0) == [i for i, p in enumerate(parts(td)) if p["next", "reward"].sum() > 0]
     assert kept(td, traj.length > 50) == [] and kept(td, traj["length"].max() > 50) == [0, 1, 2, 3]

@@ -1,4 +1,5 @@
-"""Where shared buffers have been known to fall off a cliff: many keys, many readers, millions of priority updates."""
+"""Where shared buffers have been known to fall off a cliff: many keys (B164 of the real cases), many readers (B162), millions of priority
+updates (B165), updates (B166) and slices (B160) of many rows."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from .isolate import Emitter
-from .plan import READERS
+from .plan import FILLS, READERS, UPDATED
+from .sampling import check_memory
 from .settings import Settings
 
 KEYS, ROW_BYTES, BATCH = 500, 4096, 256
@@ -18,7 +20,14 @@ UPDATES, PRIORITISED_ROWS = 10_000_000, 1_000_000
 
 def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     name = Path(spec["scratch"]).name
-    {"keys": _many_keys, "readers": _many_readers, "pauses": _pauses}[spec["row"]](name, settings, emit)
+    rows = {
+        "keys": _many_keys,
+        "readers": _many_readers,
+        "pauses": _pauses,
+        "updates": _updates,
+        "slices": _slices,
+    }
+    rows[spec["row"]](name, settings, emit)
 
 
 def _timed(call, times: int) -> list[float]:
@@ -112,3 +121,41 @@ def _pauses(name: str, settings: Settings, emit: Emitter) -> None:
             tenth = max(1, batches // 10)
             emit.values(f"cliffs/pauses/{what} growth", [float(np.median(taken[-tenth:]) / np.median(taken[:tenth]))])
         buf.destroy(force=True)
+
+
+def _updates(name: str, settings: Settings, emit: Emitter) -> None:
+    """256 priorities at a time, of rows drawn at random: should follow the depth of the tree."""
+    from shmbuf import Buffer
+
+    rng = np.random.default_rng(1)
+    for rows in UPDATED:
+        with Buffer.create(f"{name}-{rows}", rows, schema={"x": "float32"}) as buf:
+            buf.keep_priorities(0.6, 1e-8)
+            for first in range(0, rows, 10_000):
+                buf.extend({"x": np.zeros(min(10_000, rows - first), "f4")})
+            ids, p = rng.integers(0, rows, (64, BATCH)), rng.uniform(0.1, 2, (64, BATCH))
+            turns = iter(range(10**9))
+            emit.values(
+                f"cliffs/updates/{rows}",
+                _timed(lambda: buf.set_priorities(ids[(j := next(turns)) % 64], p[(j * 7) % 64]), 2000),  # noqa: B023
+            )
+            buf.destroy(force=True)
+
+
+def _slices(name: str, settings: Settings, emit: Emitter) -> None:
+    """256 slices of 4 out of tiny rows: should follow neither how many are stored nor how much room is free."""
+    from shmbuf import Buffer
+
+    schema, chunk = {"x": "float32", "next": {"done": "bool"}}, 100_000
+    done = np.arange(chunk) % 200 == 199
+    for rows, capacity in FILLS:
+        place = f"cliffs/slices/{rows}/{capacity}"
+        try:
+            check_memory(capacity * 64)
+            with Buffer.create(f"{name}-{rows}-{capacity}", capacity, schema=schema, trajectories=True) as buf:
+                for _ in range(0, rows, chunk):
+                    buf.extend({"x": np.zeros(chunk, "f4"), "next": {"done": done}}, timeout=60)
+                emit.values(place, _timed(lambda: buf.draw_slices(BATCH, 4), 500))
+                buf.destroy(force=True)
+        except Exception as error:
+            emit.error(place, f"{type(error).__name__}: {error}")

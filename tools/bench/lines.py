@@ -11,6 +11,7 @@ from .plan import (
     BESIDE,
     BURNING,
     COPYING,
+    FILLS,
     KILLED,
     PRIORITISED,
     READERS,
@@ -18,6 +19,7 @@ from .plan import (
     SHARED,
     SIZES,
     SLICED,
+    UPDATED,
     UPDATING,
     WRITING,
 )
@@ -294,6 +296,26 @@ def _cliffs(results: Results, settings: Settings) -> Iterator[Line]:
             goal,
             errors="cliffs/readers",
         )
+    few = results.get(f"cliffs/updates/{UPDATED[0]}")
+    for rows in UPDATED:
+        took = results.get(f"cliffs/updates/{rows}")
+        goal = Goal(f"≤ 4 x of {UPDATED[0]:,}", over(took, few), most=4) if rows > UPDATED[0] else None
+        yield Line(
+            f"256 priorities of {rows:,} rows, numpy",
+            "s",
+            took,
+            {},
+            goal,
+            more_is_better=False,
+            errors="cliffs/updates",
+        )
+    few = results.get("cliffs/slices/{}/{}".format(*FILLS[0]))
+    for rows, capacity in FILLS:
+        place = f"cliffs/slices/{rows}/{capacity}"
+        took = results.get(place)
+        goal = Goal(f"≤ 3 x of {FILLS[0][0]:,}", over(took, few), most=3) if (rows, capacity) != FILLS[0] else None
+        what = f"256 slices of 4 of {rows:,} rows, room for {capacity:,}"
+        yield Line(what, "s", took, {}, goal, more_is_better=False, errors=place)
     for what in ("update", "sample"):
         longest = results.get(f"cliffs/pauses/{what} longest")
         goal = Goal("≤ 20 ms", longest and longest * 1e3, "ms", most=20)

@@ -40,8 +40,17 @@ KILL_OUTCOMES = ("hung", "learner", "collector", "unseen", "torn", "raised", "fi
 # Calls of the face that are timed beside TorchRL's; where buffers fall off a cliff, and how many read at once.
 FACE_CALLS = ("extend", "set_at")
 FACES = (peers.OURS, "torchrl")
-CLIFFS = ("keys", "readers", "pauses")
+CLIFFS = ("keys", "readers", "pauses", "updates", "slices")
 READERS = (1, 2, 4, 8)
+UPDATED = (10_000, 100_000, 1_000_000)
+# Rows stored and capacity: 10 million rows with ten times the room would take all of a small machine.
+FILLS = (
+    (100_000, 100_000),
+    (100_000, 1_000_000),
+    (1_000_000, 1_000_000),
+    (1_000_000, 10_000_000),
+    (10_000_000, 10_000_000),
+)
 CONTENDERS = {
     "sample": SAMPLERS,
     "prio": PRIORITISED,
