@@ -71,9 +71,14 @@ class Lifetime(Reading, Editing):
             editor.shutdown(wait=True)
 
     def close(self) -> None:
-        """Let go of the buffer. An unnamed one ends with the handle that made it; a named one stays until `shmbuf.destroy`."""
-        self._end_threads()
-        self.buffer.close()
+        """Let go of the buffer, after `flush`, whose error it raises. An unnamed one ends with the handle that made it; a named one stays
+        until `shmbuf.destroy`."""
+        try:
+            if self._holds() and not (self.buffer.closed or self.buffer.destroyed):
+                self.flush()
+        finally:
+            self._end_threads()
+            self.buffer.close()
 
     def destroy(self, *, force: bool = False) -> None:
         """Close this handle and remove the buffer: see `Buffer.destroy`."""

@@ -19,7 +19,7 @@ from shmbuf.samplers import SAMPLERS, ConsumingSampler, Sampler
 from shmbuf.schema import same_form
 
 
-class State(Lifetime, Writing):
+class State(Writing, Lifetime):
     """`stats`, `dumps` and `loads`, `state_dict`, `set_rng`."""
 
     _save_hooks: list[Callable[[Any], Any]]
