@@ -102,7 +102,7 @@ def main(s: Settings) -> int:
                 collector.update_policy_weights_()
             if updates % 100 == 0:
                 rows = newest.sample(min(len(rb), 4_000))["next"]
-                returns = rows["episode_reward"][rows["done"]][-10:]
+                returns = rows["episode_reward"][rows["done"]][:10]  # newest first
                 mean = returns.mean().item() if len(returns) else float("nan")
                 print(
                     f"{time.monotonic() - began:5.0f} s  {rb.write_count:7,} frames  {updates:6,} updates  return {mean:6.1f}"

@@ -85,9 +85,9 @@ def attach(
     Args:
         owner: uid of another user whose buffer it is, if its mode lets this one in.
         readonly: map it read-only: sampling and looking only.
-        batch_size, sampler, sample_unit, seed, prefetch, transform, transform_factory, collate_fn: of this handle only. The sampler draws itself, no copy of it. Without one, and where
-            a handle is unpickled, one is made of the arguments that the other was made with: what was set afterwards and has no
-            such argument (``consumer_version``, a place in an epoch) stays behind, and functions do (``staleness_weight_fn``).
+        batch_size, sampler, sample_unit, seed, prefetch, transform, transform_factory, collate_fn: of this handle only. The sampler
+            draws itself, no copy of it. Without one, and where a handle is unpickled, one is made of the arguments that the other
+            was made with: what was set afterwards and has no such argument (``consumer_version``, a place in an epoch) stays behind, and functions do (``staleness_weight_fn``).
         timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
 
     Raises:

@@ -19,7 +19,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from shmbuf.errors import BufferFormatError, SchemaError
 from shmbuf.rows import as_array
-from shmbuf.schema import Key, show_key
+from shmbuf.schema import Key, same_form, show_key
 
 Form = list[Any]
 ROOT: Key = ("data",)  # the column of rows that are one leaf
@@ -128,7 +128,7 @@ def take_items(items: list[Any]) -> Rows:
     each = [take_apart(x, True) for x in items]
     first = each[0]
     for i, rows in enumerate(each):
-        if rows.form != first.form or rows.leaves.keys() != first.leaves.keys():
+        if not same_form(rows.form, first.form) or rows.leaves.keys() != first.leaves.keys():
             raise SchemaError(f"item {i} of the list is {show(rows.form)}, item 0 is {show(first.form)}")
     leaves: dict[Key, Any] = {}
     for key, leaf in first.leaves.items():
@@ -170,14 +170,13 @@ def put_together(form: Form, td: TensorDictBase) -> Any:
     try:
         if form[0] == "tensorclass":
             kind = _imported(form[1], form[2])
-            rows = td.exclude("index", "row_id", "priority_weight")
             if kind is not None and is_tensor_collection(kind):
-                return kind.from_tensordict(rows)
+                return kind.from_tensordict(td)
             warnings.warn(
                 f"rows are of tensorclass {form[1]}.{form[2]}, which this process has not imported: they come as a TensorDict",
                 stacklevel=3,
             )
-            return rows
+            return td
         return _join(form, td, ())
     except (IndexError, TypeError, KeyError, AttributeError) as e:
         raise BufferFormatError(f"the form of the rows, {form!r}, cannot be used: {e!r}") from None

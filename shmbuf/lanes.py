@@ -179,6 +179,41 @@ def slots_of(index: Any, inner: Sequence[int]) -> torch.Tensor:
     return slots
 
 
+def _is_whole(x: Any) -> bool:
+    """An array or a tensor of integers."""
+    if isinstance(x, torch.Tensor):
+        return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
+    return isinstance(x, np.ndarray) and x.dtype.kind in "iu"
+
+
+def _times(index: Any, dim: int, steps: int, ndim: int) -> tuple[torch.Tensor, Any]:
+    """int64 steps among which an index of dimension ``dim`` chooses, and the index for a tensor that has only these: so that finding a few
+    cells does not cost what all of them would. IndexError: there is no such step."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in [p for p in parts if not isinstance(p, (torch.Tensor, np.ndarray))] and len(parts) <= ndim + 1:
+        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (ndim + 1 - len(parts)), *parts[at + 1 :])
+    whole = [(isinstance(p, int) and not isinstance(p, bool)) or _is_whole(p) for p in parts]
+    simple = all(w or isinstance(p, slice) for w, p in zip(whole, parts, strict=True))
+    if not simple or dim >= len(parts) or len(parts) > ndim:
+        return torch.arange(steps), index  # masks, new dimensions; and what torch has an error for
+    part = parts[dim]
+    of: Any
+    if isinstance(part, slice):
+        begin, end, by = part.indices(steps)
+        if by < 1:
+            raise IndexError(f"{part}: a step ≥ 1 is needed")
+        chosen, of = torch.arange(begin, max(begin, end), by), slice(None)
+    else:
+        given = torch.as_tensor(part).cpu().long()
+        chosen = given.reshape(-1)
+        if chosen.numel() and not (int(chosen.min()) >= -steps and int(chosen.max()) < steps):
+            raise IndexError(f"index {part} is out of range: {steps:,} steps are stored")
+        chosen = torch.where(chosen < 0, chosen + steps, chosen)
+        of = 0 if isinstance(part, int) else torch.arange(len(chosen)).reshape(given.shape)
+    return chosen, (*parts[:dim], of, *parts[dim + 1 :])
+
+
 class Cells:
     """What a `ShmStorage` does where it has more dimensions than one."""
 
@@ -289,26 +324,33 @@ class Cells:
         return slots_of(index, self.schema().inner)
 
     def cells_at(self, index: Any) -> np.ndarray:
-        """int64 slots of the cells that ``rb[index]`` reads, in its shape; or, of an index [n, ndim] as samples have it, [n]."""
-        inner = self.schema().inner
-        if (
-            isinstance(index, torch.Tensor)
-            and index.ndim == 2
-            and index.dtype == torch.int64
-            and index.shape[1] == self.ndim
-        ):
-            return self.slots_of(index).numpy()
-        return self._cells(index, inner, self.time_dim).numpy()
+        """int64 slots of the cells that ``rb[index]`` means, in its shape."""
+        return self._cells(index, self.schema().inner, self.time_dim).numpy()
 
     def _cells(self, index: Any, inner: tuple[int, ...], swap: int) -> torch.Tensor:
+        """Of what samples give, (time, lane) as a tensor [*batch, ndim] or a tuple of ndim tensors, these cells; of anything else what a
+        tensor means by it whose first dimension, time, and number ``swap`` are exchanged."""
+        if self._are_coordinates(index):
+            return slots_of(index, inner)
         index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
-        steps = len(self) // math.prod(inner)
+        steps, each = len(self) // math.prod(inner), math.prod(inner)
+        lanes = torch.arange(each).reshape(1, *inner)
         try:
-            return torch.arange(steps * math.prod(inner)).reshape(steps, *inner).transpose(0, swap)[index]
+            times, index = _times(index, swap, steps, len(inner) + 1)
+            time, lane = (
+                t.expand(len(times), *inner).transpose(0, swap)[index]
+                for t in (times.reshape(-1, *(1 for _ in inner)), lanes)
+            )
         except (ValueError, OverflowError):  # torch, of what int64 does not hold
             raise IndexError(
                 f"index {index} is out of range: {steps:,} steps of shape {list(inner)} are stored"
             ) from None
+        return time * each + lane
+
+    def _are_coordinates(self, index: Any) -> bool:
+        if isinstance(index, tuple):
+            return len(index) == self.ndim and all(_is_whole(i) and i.ndim for i in index)
+        return _is_whole(index) and index.ndim > 1 and index.shape[-1] == self.ndim
 
     def _get_cells(self, index: Any, swap: int) -> Any:
         schema = self.schema()

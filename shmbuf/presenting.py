@@ -33,14 +33,14 @@ def values_of(column: torch.Tensor) -> Any:
 class Presenting:
     """What it does to a batch follows from the schema."""
 
-    def __init__(self, form: list | None, packed: list[Key]):
-        self._form, self._packed = form, packed
+    def __init__(self, form: list | None, packed: list[Key], keys: tuple[Key, ...]):
+        self._form, self._packed, self._keys = form, packed, keys
 
     @classmethod
     def of(cls, schema: Schema) -> Presenting | None:
         """None: rows are tensors in TensorDicts, there is nothing to do."""
         packed = [c.key for c in schema.columns if c.dtype == PACKED]
-        return cls(schema.form, packed) if packed or schema.form is not None else None
+        return cls(schema.form, packed, schema.keys) if packed or schema.form is not None else None
 
     def values(self, td: TensorDictBase) -> TensorDictBase:
         """Python values in place of their bytes, in ``td`` itself."""
@@ -50,4 +50,8 @@ class Presenting:
 
     def __call__(self, td: TensorDictBase) -> Any:
         td = self.values(td)
-        return td if self._form is None else put_together(self._form, td)
+        if self._form is None:
+            return td
+        if self._form[0] == "tensorclass":  # which has no room for what the sampler says of its rows
+            td = td.select(*self._keys)
+        return put_together(self._form, td)

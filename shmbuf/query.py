@@ -13,11 +13,12 @@ from tensordict.utils import unravel_key
 
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
+from shmbuf.presenting import values_of
 from shmbuf.queries.boundaries import cannot_split, find_start_stop_traj, lengths_of, one_a_row
 from shmbuf.queries.language import Condition, Expression, TrajectoryPredicate, column_of, traj
 from shmbuf.queries.trajectory import Trajectory, wrap_trajectory
-from shmbuf.schema import Column, Key, Schema, as_key, show_key
-from shmbuf.storage import ShmStorage
+from shmbuf.schema import PACKED, Column, Key, Schema, as_key, show_key
+from shmbuf.storage import ShmStorage, torch_dtype
 from shmbuf.streams import resolve
 from shmbuf.tensors import make_tensordict, tensor_leaves, tree_of
 
@@ -219,8 +220,9 @@ def _apart(rows: _Rows, which: np.ndarray) -> list[Trajectory]:
     """Trajectories with memory of their own where others, that are not wanted, lie beside them."""
     if len(which) < len(rows.lengths):
         return [rows.trajectory(int(i)).clone() for i in which]
-    leaves = tensor_leaves(rows.td) if type(rows.td) is TensorDict else None
-    if not leaves:
+    others: dict[Key, Any] = {}
+    leaves = tensor_leaves(rows.td, others=others) if type(rows.td) is TensorDict else None
+    if not leaves or others:
         return [rows.trajectory(int(i)) for i in which]
     tree, sizes = tree_of(tuple(leaves)), rows.lengths.tolist()
     parts = zip(*(t.split(sizes) for t in leaves.values()), strict=True)
@@ -247,7 +249,11 @@ def _fetched(
         row_id = torch.from_numpy(listed.ids.copy())
         leaves += [row_id, torch.remainder(row_id, buffer.capacity)]
         keys += _NUMBERS
-    return make_tensordict(tree_of(keys), leaves, torch.Size((len(listed.ids),))), listed
+    td: TensorDictBase = make_tensordict(tree_of(keys), leaves, torch.Size((len(listed.ids),)))
+    for c in columns:
+        if c.dtype == PACKED:
+            td.set(c.key, values_of(td.get(c.key)))
+    return td, listed
 
 
 def _fetch(buffer: Buffer, columns: Sequence[Column], ids: np.ndarray) -> tuple[list[torch.Tensor], np.ndarray]:
@@ -256,7 +262,7 @@ def _fetch(buffer: Buffer, columns: Sequence[Column], ids: np.ndarray) -> tuple[
     into = native.Columns()
     for c in columns:
         into.add(c.offset, c.nbytes, list(c.shape), "", None)
-    leaves = [torch.empty((len(ids), *c.shape), dtype=getattr(torch, c.dtype)) for c in columns]
+    leaves = [torch.empty((len(ids), *c.shape), dtype=torch_dtype(c)) for c in columns]
     valid = buffer.fetch_into(into, [t.data_ptr() for t in leaves], np.ascontiguousarray(ids))
     return leaves, valid
 

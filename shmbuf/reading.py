@@ -178,6 +178,7 @@ class Reading(Attachment):
     def seed(self, value: int) -> None:
         """Make this handle's draws repeatable: the same seed draws the same of the same stored rows."""
         number = checked_seed(value) % 2**64
+        self._get("ready")  # a fork child attaches anew here; the parent's handle takes a seed without a word
         self._call("seed", number)
         self._numbers = (self._handle, number)
 

@@ -156,7 +156,7 @@ class ReplayBuffer(State):
         """What is this handle's only."""
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"collate_fn is a function of a batch, not {type(collate_fn).__name__}")
-        self._collate, self._touched = collate_fn, collate_fn is not None
+        self._collate = collate_fn
         self._set_transforms(transform, factory, delayed_init)
         self._set_prefetch(prefetch)
 
@@ -210,7 +210,7 @@ class ReplayBuffer(State):
         if storage.ndim == self._storage.ndim:
             set_time_dim(storage, self._storage._time_dim)
         self._sampler.check_capacity(storage.max_size)
-        before, kept = self._storage, self._collate
+        before = self._storage
         for part in (self._sampler, self._unit):
             if part is not None:
                 storage.suggest(part.trajectory_settings())
@@ -219,7 +219,6 @@ class ReplayBuffer(State):
             self._writer.register_storage(storage)
         self._drop_ahead()
         self._storage, self._collate = storage, collate_fn
-        self._touched = self._touched if kept is collate_fn else True
         return before
 
 

@@ -169,6 +169,20 @@ class Column:
         return f"{self.dtype}{list(self.shape)}"
 
 
+def same_form(a: Any, b: Any) -> bool:
+    """Of rows beside TensorDicts; the keys of dicts in any order."""
+    if not (isinstance(a, list) and isinstance(b, list)) or a[:1] != b[:1] or len(a) != len(b):
+        return bool(a == b)
+    if a[:1] == ["dict"] and len(a) == 3:
+        x, y = (dict(zip(map(_name, form[1]), form[2], strict=False)) for form in (a, b))
+        return x.keys() == y.keys() and all(same_form(x[k], y[k]) for k in x)
+    return all(same_form(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _name(key: Any) -> tuple[bool, Any]:
+    return isinstance(key, str), key
+
+
 class Schema:
     """Columns and their places in the row.
 
@@ -322,7 +336,7 @@ class Schema:
     def require_same(self, other: Schema, whose: str) -> None:
         """Raises SchemaError listing the differences of ``other``."""
         lines = self.differences({c.key: (c.dtype, c.shape) for c in other.columns})
-        if self.form != other.form:
+        if not same_form(self.form, other.form):
             lines.append(f"rows are of the form {other.form or 'TensorDict'}, expected {self.form or 'TensorDict'}")
         if self.inner != other.inner:
             lines.append(f"time steps are of shape {list(other.inner)}, expected {list(self.inner)}")

@@ -20,7 +20,7 @@ from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
-from shmbuf.schema import PACKED, Column, Key, Schema, flatten, show_key
+from shmbuf.schema import PACKED, Column, Key, Schema, flatten, same_form, show_key
 from shmbuf.tensors import make_tensordict, plain, slots_at, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
 
@@ -48,7 +48,7 @@ def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
 
-def _torch_dtype(c: Column) -> torch.dtype:
+def torch_dtype(c: Column) -> torch.dtype:
     dtype = torch.uint8 if c.dtype == PACKED else getattr(torch, c.dtype, None)
     if dtype is None:
         raise SchemaError(f"key {show_key(c.key)}: torch {torch.__version__} has no {c.dtype}")
@@ -211,7 +211,7 @@ class ShmStorage(Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
-        self._dtypes = [_torch_dtype(c) for c in schema.columns]
+        self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *_NUMBERS))
@@ -240,7 +240,8 @@ class ShmStorage(Cells):
     ) -> Ticket:
         """Hand a batch of rows (single: one row without batch dimension) to this process's ring.
 
-        The ticket's ``wait`` gives a LongTensor of indices. inner: the shape of a time step, of rows that are `cells`. timeout: None: the buffer's. Errors: see `Buffer.put`.
+        The ticket's ``wait`` gives a LongTensor of indices. inner: the shape of a time step, of rows that are `cells`. timeout: None:
+        the buffer's. Errors: see `Buffer.put`.
         """
         if self._direct and type(td) is TensorDict and stream is None and priorities is None:
             batch = td.batch_size
@@ -328,7 +329,7 @@ class ShmStorage(Cells):
                 )
             values = {k: v for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
             leaves = {k: v for k, v in leaves.items() if k not in values}
-        if schema is not None and form != schema.form:
+        if schema is not None and not same_form(form, schema.form):
             raise SchemaError(f"rows are {show(form)}, the buffer's are {show(schema.form)}. Nothing was stored.")
         known = set(schema.keys) if schema is not None else set()
         for key in [
@@ -564,7 +565,7 @@ class ShmStorage(Cells):
             columns.add(c.offset, c.nbytes, list(c.shape), "", None)
 
         def read(slots: np.ndarray) -> tuple[int, list[torch.Tensor]]:
-            leaves = [torch.empty((len(slots), *c.shape), dtype=_torch_dtype(c)) for c in chosen]
+            leaves = [torch.empty((len(slots), *c.shape), dtype=torch_dtype(c)) for c in chosen]
             self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], slots)
             return len(slots), leaves
 

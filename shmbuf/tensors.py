@@ -111,9 +111,9 @@ def stack(rows: list[Any]) -> TensorDictBase:
     """A list of TensorDicts as a batch. Dtypes are not promoted, as torch.stack would: SchemaError names the key."""
     if other := sorted({type(r).__name__ for r in rows if not is_tensor_collection(r)}):
         raise SchemaError(f"a list to store holds TensorDicts, not {', '.join(other)}")
-    first = {k: t.dtype for k, t in tensor_leaves(rows[0]).items()}
+    first = {k: t.dtype for k, t in tensor_leaves(rows[0], others={}).items()}
     for i, td in enumerate(rows[1:], 1):
-        for key, t in tensor_leaves(td).items():
+        for key, t in tensor_leaves(td, others={}).items():
             if first.get(key, t.dtype) != t.dtype:
                 raise SchemaError(
                     f"key {show_key(key)}: {first[key]} in the first TensorDict of the list, {t.dtype} in number {i}"

@@ -6,13 +6,13 @@ import heapq
 import math
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 
-from shmbuf.schema import as_key, show_key
+from shmbuf.schema import Key, as_key, show_key
 
 if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
@@ -80,10 +80,27 @@ class Writer:
     def _write_count(self) -> int:
         return self.write_count
 
-    def extend(self, td: TensorDictBase, *, timeout: float | None = None) -> torch.Tensor:
-        """Rows [n] → LongTensor[n] of their slots, once committed. Errors: see `Buffer.put`."""
+    def extend(
+        self,
+        td: TensorDictBase,
+        *,
+        timeout: float | None = None,
+        priority_key: Key | None = None,
+        priorities: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Rows [n] → LongTensor[n] of their slots, once committed. Errors: see `Buffer.put`.
+
+        priority_key: of rows, need not be in the schema. priorities: float64[n], of the rows; None: those of new ones.
+        """
         self.check_write()
-        return self._registered().put(td, False, timeout).wait(timeout)
+        return self._registered().put(td, False, timeout, False, priority_key, None, priorities).wait(timeout)
+
+    def still_stored(self, td: TensorDictBase, ids: np.ndarray) -> np.ndarray | None:
+        """bool[n]: rows of these ids are still the ones in td, as a batch has them; None: as ids never mean other rows, the ids tell."""
+        return None
+
+    def check_trajectories(self) -> None:
+        """Raises RuntimeError where rows do not follow each other in the order of their ids."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"_cursor": self._cursor, "_write_count": self.write_count}
@@ -156,6 +173,16 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class _Offered(NamedTuple):
+    """Rows, as they were given and in column order, with their ranks; priorities: theirs, or None."""
+
+    td: TensorDictBase
+    leaves: list[torch.Tensor]
+    ranks: np.ndarray
+    priority_key: Key | None
+    priorities: np.ndarray | None
+
+
 class TensorDictMaxValueWriter(Writer):
     """Keeps the rows of the highest rank. While the buffer is not full, rows are appended; then a row of a higher rank than the least
     stored one takes its place, and others are not stored.
@@ -166,7 +193,11 @@ class TensorDictMaxValueWriter(Writer):
     one stays, also if it ranks lower; and while the buffer fills, they may append more rows than there is room for, which overwrite
     the oldest whatever their rank.
 
-    A replaced row keeps its row id, slot, place in the order and, in a prioritized buffer, its priority.
+    A row that replaces another has its row id, slot and place in the order, and the priority it carries, or that of new rows. So an id
+    means another row afterwards, of a higher rank: `update_tensordict_priority` compares the ranks of the batch with those stored, before
+    and after, and leaves other rows alone (in between, for a moment, one may have the late priority; if the updating process dies right
+    there, it keeps it). `update_priority` by ``row_id`` or index, `set_at_`, and batches without the rank key, with changed ranks or of two
+    processes that write at once cannot tell: they reach whatever row is there. Trajectories are refused once rows were changed.
 
     Args:
         rank_key: the key whose values rank a row. Default: ``("next", "reward")``. It must be stored.
@@ -209,6 +240,24 @@ class TensorDictMaxValueWriter(Writer):
         super().register_storage(storage)
         self._known = None
 
+    def still_stored(self, td: TensorDictBase, ids: np.ndarray) -> np.ndarray | None:
+        if td.get(self.rank_key, None) is None:
+            return None
+        storage = self._registered()
+        lo, hi = storage.buffer.window
+        there = (ids >= lo) & (ids < hi)
+        slots = torch.from_numpy(ids[there] % storage.buffer.capacity)
+        there[there] = self._reduced(storage.get(slots).get(self.rank_key)) == self.rank(td)[there]
+        return there
+
+    def check_trajectories(self) -> None:
+        buffer = self._registered().buffer
+        if edited := buffer._call("counters")["edited_rows"]:
+            raise RuntimeError(
+                f"rows of buffer {buffer.name!r} were replaced by better ones, or changed ({edited:,} so far): they do not follow each "
+                "other any more, so there are no trajectories. Store each trajectory as one row, or use another writer"
+            )
+
     def rank(self, td: TensorDictBase) -> np.ndarray:
         """Rows [n] → float64[n]. Raises KeyError: no such key; ValueError: a row without a value; TypeError: no rows."""
         if not is_tensor_collection(td) or not td.batch_dims:
@@ -232,45 +281,48 @@ class TensorDictMaxValueWriter(Writer):
         ranks = one.to("cpu", torch.float64).numpy()
         return np.where(np.isnan(ranks), -np.inf, ranks)
 
-    def extend(self, td: TensorDictBase, *, timeout: float | None = None) -> torch.Tensor:
+    def extend(
+        self,
+        td: TensorDictBase,
+        *,
+        timeout: float | None = None,
+        priority_key: Key | None = None,
+        priorities: np.ndarray | None = None,
+    ) -> torch.Tensor:
         """Rows [n] → LongTensor[n]: the slots of those that are stored afterwards, −1 for the others.
 
         The rows that are appended are stored first, together; then the others, one by one. Errors: see `Buffer.put` and `rank`.
         """
         self.check_write()
         storage, ranks = self._registered(), self.rank(td)
-        leaves, n = storage._convert(td, False, None, timeout, lambda n, schema: None)
+        leaves, n = storage._convert(td, False, priority_key, timeout, lambda n, schema: None)
         slots = np.full(len(ranks), -1, np.int64)
         with self._lock:
             todo = np.arange(len(ranks)) if n else np.zeros(0, np.int64)
             while len(todo):
-                todo = self._place(storage, td, leaves, ranks, todo, slots, timeout)
+                todo = self._place(storage, _Offered(td, leaves, ranks, priority_key, priorities), todo, slots, timeout)
         return torch.from_numpy(slots)
 
     def _place(
-        self,
-        storage: ShmStorage,
-        td: TensorDictBase,
-        leaves: list[torch.Tensor],
-        ranks: np.ndarray,
-        todo: np.ndarray,
-        slots: np.ndarray,
-        timeout: float | None,
+        self, storage: ShmStorage, offered: _Offered, todo: np.ndarray, slots: np.ndarray, timeout: float | None
     ) -> np.ndarray:
         """The rows that are left because the ones they should have replaced were gone."""
-        buffer = storage.buffer
+        buffer, (td, leaves, ranks, key, p) = storage.buffer, offered
         state, heap = self._current(storage)
         self._known = None  # until all is done
         lo, hi, written, edited = state
         capacity = buffer.capacity
         at = plan(heap, ranks, todo, hi, hi - lo, capacity)
-        room = capacity - (hi - lo)
+        room = min(capacity - (hi - lo), len(todo))
         new = [s for s in ((hi + j) % capacity for j in range(room)) if s in at]
-        old = [s for s in at if s not in set(new)]
+        appended = set(new)
+        old = [s for s in at if s not in appended]
         as_planned = True
         if new:
             rows = np.array([at[s] for s in new])
-            slots[rows] = storage.put(td[torch.from_numpy(rows)], False, timeout).wait(timeout).numpy()
+            given = None if p is None else p[rows]
+            ticket = storage.put(td[torch.from_numpy(rows)], False, timeout, False, key, None, given)
+            slots[rows] = ticket.wait(timeout).numpy()
             as_planned = slots[rows].tolist() == new
         left = np.zeros(0, np.int64)
         if old:
@@ -280,6 +332,9 @@ class TensorDictMaxValueWriter(Writer):
             values = {k: _array(t[rows]) for k, t in zip(storage.schema().keys, leaves, strict=True)}
             done = buffer.edit(ids, values, timeout=timeout)
             slots[rows[done]] = np.array(old)[done]
+            if done.any() and buffer._get("wants_priorities"):
+                new_row = (buffer._get("priorities") or {}).get("new_row", 1.0)
+                buffer.set_priorities(ids[done], np.full(int(done.sum()), new_row) if p is None else p[rows[done]])
             left = rows[~done]
         after = (max(lo, hi + len(new) - capacity), hi + len(new), written + len(new), edited + len(old))
         if as_planned and not len(left) and _state(buffer) == after:

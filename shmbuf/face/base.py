@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,8 @@ _ALL: weakref.WeakSet[Face] = weakref.WeakSet()
 
 def _new_locks() -> None:  # another thread of the parent may have held one at the fork
     for rb in _ALL:
-        rb._lock = threading.RLock()
+        rb._lock, rb._editing = threading.RLock(), threading.Lock()
+        rb._editor, rb._pending = None, []  # its thread stayed in the parent
         if rb._ahead is not None:
             rb._ahead.forget()
 
@@ -54,8 +56,12 @@ class Face:
     _collate: Callable[[Any], Any] | None = None
     _shut = False
 
+    _editor: ThreadPoolExecutor | None = None  # of edits in the background
+    _pending: list[Future[Any]] = []  # noqa: RUF012 (never changed in place)
+    _editing: Any  # who changes these two
+
     def _register(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._editing = threading.RLock(), threading.Lock()
         _ALL.add(self)
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ class ReplayDataset(IterableDataset):
         num_batches: in all, over all workers; None: as many as iterating over the replay buffer gives each of them.
 
     ``DataLoader(data := rb.as_dataset(1000), collate_fn=data.collate, num_workers=2)``: a worker attaches to the buffer by its name
-    and draws with the seed that the loader gives it. A `SamplerWithoutReplacement` that is ``shared`` gives each row of an epoch
+    and draws with the seed that the loader gives it, in all its epochs. A `SamplerWithoutReplacement` that is ``shared`` gives each row of an epoch
     to one worker.
     """
 
@@ -29,6 +29,7 @@ class ReplayDataset(IterableDataset):
         if buffer.batch_size is None:
             raise RuntimeError("batch_size not specified: a data set of batches needs the replay buffer's batch_size")
         self._buffer, self.num_batches = buffer, num_batches
+        self._seeded: int | None = None  # in a worker: with which seed
 
     @staticmethod
     def collate(batches: Any) -> Any:
@@ -40,7 +41,9 @@ class ReplayDataset(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         worker, n = get_worker_info(), self.num_batches
         if worker is not None:
-            self._buffer.buffer.seed(worker.seed)
+            if self._seeded != worker.seed:  # a persistent worker begins every epoch with the same one
+                self._buffer.buffer.seed(worker.seed)
+                self._seeded = worker.seed
             if n is not None:
                 n = n // worker.num_workers + (worker.id < n % worker.num_workers)
         if n is None:

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import is_non_tensor
 
+from shmbuf.attaching import numbers
 from shmbuf.errors import SchemaError
 from shmbuf.face.transforming import Transforming
+from shmbuf.face.values import leaves_of, of_rows
 from shmbuf.forms import take_apart, take_items
 from shmbuf.schema import Column, Key, Schema, as_key, show_key
-from shmbuf.storage import stack
-from shmbuf.tensors import as_numpy, plain, slots_at, tensor_leaves
+from shmbuf.storage import torch_dtype
+from shmbuf.tensors import as_numpy, slots_at, stack
 
 Self = TypeVar("Self", bound="Editing")
-_ADDED = ("index", "row_id", "priority_weight")  # what samples carry
 
 
 class ConditionalUpdateResult(NamedTuple):
@@ -46,51 +48,39 @@ class ConditionalUpdateResult(NamedTuple):
         return len(self.updated) - self.updated_count - self.version_rejected_count
 
 
-def _of_rows(
-    value: Any, c: Column, n: int, *, exact: bool = False, refused: type[Exception] = RuntimeError
-) -> torch.Tensor:
-    """value as [n, *shape] of the column's dtype. exact: one for each row, nothing is repeated. refused: what another shape raises."""
-    dtype, shape = getattr(torch, c.dtype), (n, *c.shape)
-    if not isinstance(value, torch.Tensor):
-        value = torch.as_tensor(value)
-        value = value.to(dtype) if not value.is_floating_point() or dtype.is_floating_point else value
-    if value.dtype != dtype:
-        raise SchemaError(
-            f"key {show_key(c.key)}: expected {c.dtype}, got {str(value.dtype).removeprefix('torch.')}. Nothing was changed."
-        )
-    if tuple(value.shape) == (n, *c.shape, 1) or (exact and tuple(value.shape) != shape):
-        raise refused(
-            f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
-        )
-    try:
-        return plain(c.key, value.expand(shape))
-    except RuntimeError:
-        raise refused(
-            f"key {show_key(c.key)}: shape {list(value.shape)} for {n:,} rows: {list(shape)} is needed. Nothing was changed."
-        ) from None
-
-
 class Editing(Transforming):
     """`set_`, `set_at_`, `update_`, `rb[index] = rows`, `write_all`, `update_if_present`."""
 
-    _editor: ThreadPoolExecutor | None = None
-
-    def set_at_(self: Self, key: Any, value: Any, index: Any) -> Self:
+    def set_at_(self: Self, key: Any, value: Any, index: Any, *, row_id: Any = None) -> Self:
         """Give the rows at ``index`` (int, slice, list, tensor, mask) another value under ``key``, as it is stored: no transform.
 
         Args:
-            value: [n, *shape] of the column's dtype, or what expands to it.
+            value: [n, *shape] of the column's dtype, or what expands to it; Python numbers that it holds exactly (fractions: to its
+                precision). Of a column of Python values: a list of one a row, or one for all.
+            index: slots, whatever rows lie there now; with ndim > 1 also ``batch["index"]``. None if row_id is given.
+            row_id: LongTensor[n], as ``batch["row_id"]``: a row that has been overwritten meanwhile is left alone, and
+                counted.
 
         Raises:
             KeyError, IndexError, RuntimeError (shape), SchemaError (dtype). In all cases nothing was changed.
         """
-        slots, shape = self._slots(index)
-        columns = self._columns_of(as_key(key))
-        if is_tensor_collection(value):
-            leaves = {(*as_key(key), *k): t for k, t in tensor_leaves(value).items()}
+        if row_id is not None and index is not None:
+            raise TypeError("index or row_id, not both")
+        columns, at = self._columns_of(as_key(key)), as_key(key)
+        if row_id is None:
+            slots, shape = self._slots(index)
+        else:
+            ids, shape = numbers(row_id, "row_id"), tuple(np.shape(row_id))
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            leaves = {(*at, *k): v for k, v in leaves_of(value).items()}
         else:
             leaves = {c.key: value for c in columns}
-        self._edit(slots, self._checked(leaves, columns, slots, shape))
+        values = self._checked(leaves, columns, shape)
+        if row_id is None:
+            self._edit(slots, values)
+        elif len(ids) and values:
+            with self._alone(self._timeout(None)):
+                self._apply(ids, values)
         return self
 
     def set_(self: Self, key: Any, value: Any) -> Self:
@@ -118,7 +108,7 @@ class Editing(Transforming):
             leaves = {k: v for k, v in leaves.items() if any(k[: len(c)] == c for c in chosen)}
         slots, shape = self._slots(slice(None))
         columns = [self._columns_of(k)[0] for k in leaves]
-        self._edit(slots, self._checked(leaves, columns, slots, shape, exact=True))
+        self._edit(slots, self._checked(leaves, columns, shape, exact=True))
         return self
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -146,17 +136,12 @@ class Editing(Transforming):
             raise RuntimeError(
                 f"rows of batch size {list(rows.batch_size)} for an index of shape {list(shape)}. Nothing was changed."
             )
-        leaves = tensor_leaves(rows)
-        schema = self._storage.schema()
-        for key in [k for k in leaves if k[0] in _ADDED and k not in schema.keys]:
-            del leaves[key]
-        lead = len(rows.batch_size)
-        lines = schema.differences(
-            {k: (str(t.dtype).removeprefix("torch."), tuple(t.shape[lead:])) for k, t in leaves.items()}
+        single = not rows.batch_dims
+        leaves, _ = self._storage._convert(
+            rows if rows.batch_dims < 2 else rows.reshape(-1), single, None, None, lambda *_: None
         )
-        if lines:
-            raise SchemaError("rows do not fit the buffer's schema; nothing was changed:\n  " + "\n  ".join(lines))
-        self._edit(slots, self._checked(leaves, list(schema.columns), slots, shape))
+        keys, n = self._storage.schema().keys, len(slots)
+        self._edit(slots, {k: t.expand(n, *t.shape) if single else t for k, t in zip(keys, leaves, strict=True)})
 
     def _set_in_form(self, index: Any, value: Any, form: list[Any]) -> None:
         """Rows that are no TensorDicts: one where the index is one row's, else leaves with the rows in front, or a list of rows."""
@@ -208,8 +193,8 @@ class Editing(Transforming):
             KeyError, IndexError, ValueError, SchemaError: in all cases nothing was changed.
         """
         index = self._storage.slots_of(index) if self._storage.ndim > 1 else index
-        shape = torch.as_tensor(generation).shape
-        slots, generations = (torch.as_tensor(t).reshape(-1).long().cpu().numpy() for t in (index, generation))
+        shape = torch.Size(np.shape(generation))
+        slots, generations = numbers(index, "index"), numbers(generation, "generation")
         if len(slots) != len(generations):
             raise ValueError(
                 f"index and generation must address the same number of records, "
@@ -220,10 +205,13 @@ class Editing(Transforming):
         n, capacity = len(slots), self.buffer.capacity
         if n and not (slots.min() >= 0 and slots.max() < capacity):
             raise IndexError(f"an index is out of range: the capacity is {capacity:,} rows. Nothing was changed.")
+        if n and generations.max() > 2**62 // capacity:
+            raise IndexError(f"generation {generations.max()}: no row has such a number. Nothing was changed.")
         leaves = _leaves(patch)
         columns = [self._columns_of(k)[0] for k in leaves]
         values = {
-            c.key: _of_rows(self._flat(leaves[c.key], shape, c), c, n, exact=True, refused=SchemaError) for c in columns
+            c.key: of_rows(self._flat(leaves[c.key], shape, c), c, (n,), exact=True, refused=SchemaError)
+            for c in columns
         }
         ids, chosen, key = generations * capacity + slots, generations >= 0, None  # -1: of a slot that never had a row
         if version_key is not None:
@@ -279,35 +267,47 @@ class Editing(Transforming):
                 f"version_key {version_key!r} must reference a per-record scalar field; the storage holds feature shape "
                 f"{column.shape}."
             )
-        given = torch.as_tensor(version)
-        if given.numel() not in (1, n):
-            raise ValueError(f"version of shape {list(given.shape)} for {n} records: one, or one for each")
-        return key, given.reshape(-1).expand(n).to(getattr(torch, column.dtype)).reshape(n, *column.shape).contiguous()
+        if isinstance(version, (np.ndarray, np.generic)):
+            version = torch.as_tensor(version)
+        if isinstance(version, torch.Tensor) and version.dtype != (dtype := torch_dtype(column)):
+            whole = version.to(dtype)
+            if not (whole.to(version.dtype) == version).all() or dtype is torch.bool:
+                raise SchemaError(f"version {version.tolist()} is no {column.dtype}. Nothing was changed.")
+            version = whole
+        size = int(np.size(version)) if not isinstance(version, torch.Tensor) else version.numel()
+        if size not in (1, n):
+            raise ValueError(f"version of shape {list(np.shape(version))} for {n} records: one, or one for each")
+        flat = Column(key, column.dtype, ())
+        one = version.reshape(-1) if isinstance(version, torch.Tensor) else version
+        return key, of_rows(one, flat, (n,), refused=ValueError).reshape(n, *column.shape)
 
     def submit_update_if_present(self, **how: Any) -> Future[ConditionalUpdateResult]:
         """`update_if_present` by a thread, one after the other. `synchronize` and `shutdown` wait for it."""
         if self._shut:
             raise RuntimeError("A shut down replay buffer cannot accept updates.")
-        if self._editor is None:
-            self._editor = ThreadPoolExecutor(1, thread_name_prefix="shmbuf-edit")
-        future = self._editor.submit(self.update_if_present, **how)
-        self._pending = [f for f in self._pending if not f.done() or f.exception()] + [future]
+        with self._editing:
+            if self._editor is None:
+                self._editor = ThreadPoolExecutor(1, thread_name_prefix="shmbuf-edit")
+            future = self._editor.submit(self.update_if_present, **how)
+            ended = [f for f in self._pending if f.done() and not f.cancelled() and f.exception() is not None]
+            self._pending = [*ended[:1], *(f for f in self._pending if not f.done()), future]
         return future
-
-    _pending: list[Future[Any]] = []  # noqa: RUF012 (never changed in place)
 
     # ---- how ----------------------------------------------------------------------------------------------------
 
     def _slots(self, index: Any) -> tuple[np.ndarray, tuple[int, ...]]:
         """int64[n] slots that an index means now, and its shape."""
         self._schema()
-        stored = np.arange(len(self), dtype=np.int64)
         if self._storage.ndim > 1:
             chosen = self._storage.cells_at(index)
             return np.ascontiguousarray(chosen).reshape(-1), chosen.shape
         if index is None or (isinstance(index, tuple) and not index):
             raise IndexError(f"{index!r} is no index: an int, slice, list, tensor, mask or key is")
-        slots = stored[index if isinstance(index, slice) or index is Ellipsis else slots_at(index, len(stored))]
+        size = len(self)
+        if isinstance(index, slice) or index is Ellipsis:
+            slots = np.arange(*(slice(None) if index is Ellipsis else index).indices(size), dtype=np.int64)
+        else:
+            slots = self._storage._counted(slots_at(index, size), size)
         return np.ascontiguousarray(slots).reshape(-1), np.shape(slots)
 
     def _schema(self) -> Schema:
@@ -326,24 +326,13 @@ class Editing(Transforming):
 
     @staticmethod
     def _checked(
-        leaves: Mapping[Key, Any],
-        columns: list[Column],
-        slots: np.ndarray,
-        shape: tuple[int, ...],
-        exact: bool = False,
+        leaves: Mapping[Key, Any], columns: list[Column], shape: tuple[int, ...], exact: bool = False
     ) -> dict[Key, torch.Tensor]:
         known = {c.key: c for c in columns}
         for key in leaves:
             if key not in known:
                 raise KeyError(f"key {show_key(key)} is not stored: {', '.join(map(show_key, known))}")
-        n = len(slots)
-        out = {}
-        for key, value in leaves.items():
-            c = known[key]
-            if isinstance(value, torch.Tensor) and len(shape) != 1 and tuple(value.shape) == (*shape, *c.shape):
-                value = value.reshape(n, *c.shape)
-            out[key] = _of_rows(value, c, n, exact=exact)
-        return out
+        return {key: of_rows(value, known[key], shape, exact=exact) for key, value in leaves.items()}
 
     def _edit(self, slots: np.ndarray, values: dict[Key, torch.Tensor]) -> None:
         if len(slots) and values:
@@ -356,14 +345,6 @@ class Editing(Transforming):
 
 
 def _leaves(given: TensorDictBase | Mapping[Any, Any]) -> dict[Key, Any]:
-    if is_tensor_collection(given):
-        return dict(tensor_leaves(given))
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) and not is_tensor_collection(given):
         raise TypeError(f"a dict or a TensorDict is needed, not {type(given).__name__}")
-    out: dict[Key, Any] = {}
-    for key, value in given.items():
-        if isinstance(value, Mapping) or is_tensor_collection(value):
-            out.update({(*as_key(key), *k): v for k, v in _leaves(value).items()})
-        else:
-            out[as_key(key)] = value
-    return out
+    return leaves_of(given)

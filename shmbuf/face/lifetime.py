@@ -43,7 +43,8 @@ class Lifetime(Reading, Editing):
         """Wait for the batches that are being drawn ahead and for `submit_update_if_present`. Raises the first error of theirs."""
         if self._ahead is not None:
             self._ahead.synchronize()
-        pending, self._pending = self._pending, []
+        with self._editing:
+            pending, self._pending = self._pending, []
         for future in pending:
             future.result()
 
@@ -64,14 +65,20 @@ class Lifetime(Reading, Editing):
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
-        editor, self._editor = self._editor, None
+        with self._editing:
+            editor, self._editor = self._editor, None
         if editor is not None:
             editor.shutdown(wait=True)
 
     def close(self) -> None:
-        """Let go of the buffer. An unnamed one ends with the handle that made it; a named one stays until `shmbuf.destroy`."""
-        self._end_threads()
-        self.buffer.close()
+        """Let go of the buffer, after `flush`, whose error it raises. An unnamed one ends with the handle that made it; a named one stays
+        until `shmbuf.destroy`."""
+        try:
+            if self._holds() and not (self.buffer.closed or self.buffer.destroyed):
+                self.flush()
+        finally:
+            self._end_threads()
+            self.buffer.close()
 
     def destroy(self, *, force: bool = False) -> None:
         """Close this handle and remove the buffer: see `Buffer.destroy`."""

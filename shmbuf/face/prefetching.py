@@ -21,6 +21,13 @@ class Drawn(NamedTuple):
     last: bool
 
 
+class _Coming(NamedTuple):
+    """A batch on its way, and the draw that it comes from; None: that was done at once."""
+
+    batch: Future[Drawn]
+    draw: Future[tuple[Any, bool]] | None
+
+
 class Prefetcher:
     """``depth`` batches ahead. One thread draws, so that the order of an epoch and of a seed is kept; others transform.
 
@@ -28,16 +35,24 @@ class Prefetcher:
         draw: () → a batch. It must not wait for rows: the end of the interpreter waits for it.
         finish: what is done to a batch afterwards, by several threads at once, in any order; → (batch, info).
         sampler: () → the sampler of the moment, whose ``ran_out`` ends an iteration.
+        refund: is given each batch that was drawn and is not given out, by any thread.
     """
 
-    def __init__(self, depth: int, draw: Callable[[], Any], finish: Callable[[Any], Any], sampler: Callable[[], Any]):
-        self.depth, self._draw, self._finish, self._sampler = depth, draw, finish, sampler
+    def __init__(
+        self,
+        depth: int,
+        draw: Callable[[], Any],
+        finish: Callable[[Any], Any],
+        sampler: Callable[[], Any],
+        refund: Callable[[Any], Any] = lambda batch: None,
+    ):
+        self.depth, self._draw, self._finish, self._sampler, self._refund = depth, draw, finish, sampler, refund
         self.forget()
 
     def forget(self) -> None:
         """Nothing is drawn ahead, and there are no threads: so it is in the child of a fork."""
         self._lock = threading.Lock()
-        self._queue: deque[tuple[int, Future[Drawn]]] = deque()
+        self._queue: deque[tuple[int, _Coming]] = deque()
         self._turns = 0
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._closed = False
@@ -48,7 +63,7 @@ class Prefetcher:
     def take(self) -> tuple[Any, dict[Any, Any]]:
         """The next batch. Raises what drawing it raised; NotEnoughRows at once, as drawing does not wait."""
         while True:
-            drawn = self._next(0)[1].result()
+            drawn = self._next(0)[1].batch.result()
             if drawn.batch is not None:
                 return drawn.batch
 
@@ -62,9 +77,9 @@ class Prefetcher:
         first = True
         try:
             while True:
-                of, future = self._next(turn)
+                of, coming = self._next(turn)
                 try:
-                    drawn = future.result()
+                    drawn = coming.batch.result()
                 except NotEnoughRows:
                     if first or not self._sampler().ran_out:
                         raise
@@ -84,7 +99,7 @@ class Prefetcher:
         if self._closed:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
 
-    def _next(self, turn: int) -> tuple[int, Future[Drawn]]:
+    def _next(self, turn: int) -> tuple[int, _Coming]:
         """A batch and whose it is: of which iteration; 0: of none."""
         with self._lock:
             self._require_open()
@@ -101,10 +116,11 @@ class Prefetcher:
             )
         return self._threads
 
-    def _submit(self, within: bool) -> Future[Drawn]:
+    def _submit(self, within: bool) -> _Coming:
         draws, finishes = self._threads_now()
         try:
-            return finishes.submit(self._finished, draws.submit(self._drawn, within))
+            draw = draws.submit(self._drawn, within)
+            return _Coming(finishes.submit(self._finished, draw), draw)
         except (
             RuntimeError
         ):  # the interpreter is ending, and its pools take no more work: who still samples draws by himself
@@ -116,7 +132,7 @@ class Prefetcher:
                 future.set_result(Drawn(None if batch is None else self._finish(batch), last))
             except BaseException as e:
                 future.set_exception(e)
-            return future
+            return _Coming(future, None)
 
     def _begin(self) -> None:
         self._sampler().ran_out = False  # by the thread that draws: an iteration is a thread's
@@ -135,17 +151,25 @@ class Prefetcher:
     def synchronize(self) -> None:
         """Wait until what is being drawn is there. Raises the first error of drawing it, but for want of rows."""
         with self._lock:
-            waiting = [future for _, future in self._queue]
+            waiting = [coming.batch for _, coming in self._queue]
         for future in waiting:
             with contextlib.suppress(NotEnoughRows, CancelledError):
                 future.result()
 
     def clear(self) -> None:
-        """Forget the batches that were drawn ahead."""
+        """Forget the batches that were drawn ahead, which go to ``refund``."""
         with self._lock:
-            for _, future in self._queue:
-                future.cancel()
+            dropped = [coming for _, coming in self._queue]
             self._queue.clear()
+        for batch, draw in dropped:
+            batch.cancel()
+            if draw is not None:
+                draw.cancel()
+                draw.add_done_callback(self._returned)
+
+    def _returned(self, draw: Future[tuple[Any, bool]]) -> None:
+        if not draw.cancelled() and draw.exception() is None and (batch := draw.result()[0]) is not None:
+            self._refund(batch)
 
     def close(self) -> None:
         """Forget them and end the threads, whose draw of the moment is waited for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -68,6 +69,11 @@ class Priorities(Face):
         if priority is None or (ids is None and data.get("index", None) is None):
             missing = show_key(key) if priority is None else "'row_id'"
             raise KeyError(f"{missing} is not in the TensorDict, which has {sorted(map(str, data.keys(True, True)))}")
+        if self._decides is not None and ids is not None and data.batch_dims == 1:
+            kept = self._decides.still_stored(data, ids.cpu().numpy())
+            if kept is not None:
+                self._set_of_same(data, ids, priority, kept)
+                return
         anchors = data.get("anchor_row_id", None)
         if anchors is not None:
             p = self._reduced(priority, anchors.numel(), anchors.shape)
@@ -83,6 +89,17 @@ class Priorities(Face):
                 self.update_priority(index, self._reduced(priority, index[..., 0].numel(), index.shape[:-1]))
                 return
             self.update_priority(index, self._reduced(priority, index.numel(), index.shape))
+
+    def _set_of_same(self, data: TensorDictBase, ids: torch.Tensor, priority: torch.Tensor, kept: np.ndarray) -> None:
+        """Of rows whose ids may come to mean others: a row that took the place of another gets no priority of that."""
+        p, same = self._reduced(priority, ids.numel(), ids.shape), torch.from_numpy(kept)
+        self.update_priority(None, p[same.to(p.device)], row_id=ids[same.to(ids.device)])
+        assert self._decides is not None
+        after = self._decides.still_stored(data, ids.cpu().numpy())
+        gone = ids[torch.from_numpy(kept & ~after).to(ids.device)] if after is not None else ids[:0]
+        if len(gone):  # replaced meanwhile
+            state = self.buffer._get("priorities")
+            self.update_priority(None, state.get("new_row", 1.0) if state else 1.0, row_id=gone)
 
     def mark_update(self, index: Any) -> None:
         """Give the rows at these indices the priority of new ones."""

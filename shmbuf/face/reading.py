@@ -32,11 +32,13 @@ class Reading(Transforming):
         timeout: float | None = 0.0,
         **how: Any,
     ) -> Any:
-        """A batch, as copies, with "index" (the slot) and "row_id" (64-bit, never repeats).
+        """A batch, as copies, with "index" (int64[n], the slot; with ndim > 1 [n, ndim]: time, then the lane) and "row_id" (int64[n],
+        never repeats). Rows that are no TensorDicts come as they were put; of these ``return_info`` gives the numbers.
 
         Args:
             batch_size: instead of the constructor's.
-            return_info: True: returns (batch, {"index", "row_id", and what the sampler adds}). include_info: TorchRL's deprecated alias.
+            return_info: True: returns (batch, {"index" (with ndim > 1 a tuple of ndim tensors), "row_id", and what the sampler adds}).
+                include_info: TorchRL's deprecated alias.
             out: a TensorDict of batch size [n] whose tensors are written; returned. A previous sample will do.
             timeout: seconds to wait while the buffer is empty, or its limiter says so; 0: raise at once; None: for ever.
             how: what the sampler takes for one call, like ``beta=`` of a `PrioritizedSampler`.
@@ -76,25 +78,32 @@ class Reading(Transforming):
 
     def _draw(self, n: int, out: TensorDictBase | None, timeout: float | None, how: dict[str, Any]) -> TensorDictBase:
         sampler, buffer = self._sampler, self.buffer
+        if self._decides is not None and any(p is not None and p.trajectory_settings() for p in (sampler, self._unit)):
+            self._decides.check_trajectories()
         if self._rng is not None:
             self._reseed(self._rng)
         left = buffer.acquire_samples(n, timeout)
         try:
             if self._unit is None:
                 td = sampler.sample(self._storage, n, out=out, timeout=left, pin=self._pin, **how)
-                got = td.batch_size.numel()
             else:
                 td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=self._pin, **how)
-                each = self._unit.rows_per_anchor
-                got = td.batch_size.numel() // each if each else n
         except BaseException:
             buffer.refund_samples(n)
             raise
+        got = self._counted(td, n)
         if got < n:  # what was left of an epoch
             buffer.refund_samples(n - got)
         if self._writer.tracks_generations:
             td.set("index_generation", td.get("row_id") // self.buffer.capacity)
         return td if self._storage.ndim == 1 else self._storage.located(td)
+
+    def _counted(self, td: TensorDictBase, n: int) -> int:
+        """How many of n rows asked for a batch is, to the limiter."""
+        if self._unit is None:
+            return td.batch_size.numel()
+        each = self._unit.rows_per_anchor
+        return td.batch_size.numel() // each if each else n
 
     def _reseed(self, generator: torch.Generator) -> None:
         self.buffer.seed(int(torch.randint(2**62, (1,), generator=generator, device=generator.device)))
@@ -124,7 +133,11 @@ class Reading(Transforming):
             assert self._batch_size is not None
             return self._draw(self._batch_size, None, 0.0, {})
 
-        self._ahead = Prefetcher(depth, draw, self._with_info, lambda: self._sampler)
+        def refund(td: TensorDictBase) -> None:
+            assert self._batch_size is not None
+            self.buffer.refund_samples(self._counted(td, self._batch_size))
+
+        self._ahead = Prefetcher(depth, draw, self._with_info, lambda: self._sampler, refund)
 
     @staticmethod
     def _check_ahead(sampler: Sampler) -> None:
@@ -190,7 +203,11 @@ class Reading(Transforming):
         """The next batch of an iteration that begins with the first call, or after its end: there it returns None."""
         if self._iterator is None:
             self._iterator = iter(self)
-        batch = next(self._iterator, None)
+        try:
+            batch = next(self._iterator, None)
+        except BaseException:  # which ended it
+            self._iterator = None
+            raise
         if batch is None:
             self._iterator = None
         return batch
@@ -220,6 +237,8 @@ class Reading(Transforming):
         """The stored trajectories that a predicate holds for, through the transforms: see `shmbuf.query.query_buffer`."""
         from shmbuf.query import query_buffer
 
+        if self._decides is not None:
+            self._decides.check_trajectories()
         return query_buffer(
             self._storage,
             predicate,

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase
 
 from shmbuf.attaching import positive
+from shmbuf.errors import SchemaError
+from shmbuf.face.kept import Kept, take
 from shmbuf.face.lifetime import Lifetime
 from shmbuf.face.making import checked_generator
 from shmbuf.face.writing import Writing
-from shmbuf.forms import Rows, collected
+from shmbuf.forms import show
 from shmbuf.lanes import require_inner
-from shmbuf.samplers import ConsumingSampler
+from shmbuf.samplers import SAMPLERS, ConsumingSampler, Sampler
+from shmbuf.schema import same_form
 
 
-class State(Lifetime, Writing):
+class State(Writing, Lifetime):
     """`stats`, `dumps` and `loads`, `state_dict`, `set_rng`."""
 
     _save_hooks: list[Callable[[Any], Any]]
@@ -77,57 +78,47 @@ class State(Lifetime, Writing):
     # ---- in memory ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of rows, priorities and settings, under TorchRL's keys.
+        """A copy of rows, priorities and settings, under TorchRL's keys. Taking it counts as no draw.
 
-        ``_storage``: ``rows``, oldest first, as stored (None before the first), ``first``, the slot of the oldest, and of rows that
-        are no TensorDicts their ``form``; of more dimensions ``inner``, the shape of a time step. Batches that were drawn ahead are
-        not in it.
+        ``_storage``: ``rows``, oldest first, as stored (None before the first), ``columns``, ``first``, the slot of the oldest,
+        ``form`` of rows that are no TensorDicts, ``inner``, of more dimensions the shape of a time step, ``streams`` and ``heads``:
+        which trajectory each row is of, and those whose beginning is not here; ``limiter``. Batches that were drawn ahead are not
+        in it, nor is the place in an epoch.
         """
-        rows = priority = form = None
-        first, inner = 0, tuple[int, ...]()
+        taken: dict[str, Any] = {"rows": None, "first": 0, "form": None, "inner": []}
         if self.initialized:
-            schema = self._storage.schema()
-            form, inner = schema.form, schema.inner
-            lo, hi = self.buffer.window
-            ids = np.arange(lo, hi, dtype=np.int64)
-            gathering, done = self._storage.gathering(len(ids)), np.zeros(len(ids), np.uint8)
-            gathering.fetch(ids, done)
-            there = done.astype(bool)  # not those that are overwritten meanwhile
-            if self.buffer._get("priorities"):
-                every = self.buffer.priorities(ids)
-                there &= ~np.isnan(every)  # nor those that are by now
-                priority = torch.from_numpy(every[there])
-            ids = ids[there]
-            first = int(ids[0]) % self.buffer.capacity if len(ids) else 0
-            rows = gathering.tensordict(np.arange(lo, hi))[torch.from_numpy(there)].exclude("index", "row_id")
-            rows = rows if self._storage.presents is None else self._storage.presents.values(rows)
-        rng = None if self._rng is None else (self._rng.get_state().clone(), str(self._rng.device))
+            taken = take(self._storage)
         sampler = self._sampler
+        priorities = {k: taken.pop(k, None) for k in ("priority", "new_row", "formula")}
+        write_count = taken.pop("write_count", self.write_count)
         return {
-            "_storage": {"rows": rows, "first": first, "form": form, "inner": list(inner)},
-            "_sampler": {"name": sampler.name, "arguments": sampler.arguments(), "priority": priority},
-            "_writer": {"_cursor": self.buffer.window[1] % self.buffer.capacity, "_write_count": self.write_count},
+            "_storage": taken,
+            "_sampler": {"name": sampler.name, "arguments": sampler.arguments(), **priorities},
+            "_writer": {"_cursor": self.buffer.window[1] % self.buffer.capacity, "_write_count": write_count},
             "_transforms": self.transform.state_dict() if self._transforms() else {},
             "_batch_size": self._batch_size,
             "_consume_after_n_samples": sampler.max_sample_count if isinstance(sampler, ConsumingSampler) else None,
-            "_rng": rng,
+            "_rng": None if self._rng is None else (self._rng.get_state().clone(), str(self._rng.device)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the rows, for every process, and this handle's batch size, transforms' state and generator by those of `state_dict`.
+        """Replace rows, trajectories, priorities and ``write_count``, for every process, and this handle's batch size, sampler's
+        arguments, transforms' state and generator, by those of `state_dict`.
 
         Rows come to their old slots, under new ids; rows that others put meanwhile may come among them. Where some were overwritten while
-        the state of a full buffer was taken, the oldest of the rest comes to slot 0.
+        the state of a full buffer was taken, the oldest of the rest comes to slot 0. A limiter keeps its parameters, and goes on from
+        the difference of the state if their ratio is the same.
 
         Raises:
-            ValueError, KeyError: not a state of such a buffer. SchemaError: of another schema. Nothing was changed.
+            ValueError, KeyError: not a state of such a buffer, or priorities of another formula (alpha, eps). SchemaError: of another
+            schema. Nothing was changed.
         """
         kept, sampler = state_dict["_storage"], state_dict["_sampler"]
         rows, first, capacity = kept["rows"], int(kept["first"]), self.buffer.capacity
-        batch_size = positive(state_dict["_batch_size"])
+        batch_size, written = positive(state_dict["_batch_size"]), state_dict["_writer"]["_write_count"]
         if sampler["name"] != self._sampler.name:
             raise ValueError(f"the state is of a buffer with sampler {sampler['name']!r}, not {self._sampler.name!r}")
-        n, inner = 0 if rows is None else len(rows), tuple(kept.get("inner", ()))
+        n, inner = 0 if rows is None else len(rows), tuple(kept.get("inner") or ())
         if n > capacity or not 0 <= first < capacity:
             raise ValueError(f"{n:,} rows from slot {first:,} on do not fit the capacity of {capacity:,} rows")
         if n and len(inner) != self._storage.ndim - 1:
@@ -136,33 +127,46 @@ class State(Lifetime, Writing):
             )
         if n and inner:
             require_inner(inner, self._storage.inner, capacity)
-        if n and self.initialized:  # raises what does not fit
-            self._storage._convert(_formed(rows, kept.get("form")), False, None, None, lambda *_: None, inner)
-        self.empty()
+        if n and self.initialized and not same_form(kept.get("form"), form := self._storage.schema().form):
+            raise SchemaError(f"rows are {show(kept.get('form'))}, the buffer's are {show(form)}. Nothing was changed.")
+        made = self._sampler_of(sampler["arguments"])
+        load = None
         if n:
-            priority = sampler["priority"] if self.buffer._get("priorities") else None
-            self._fill(rows, first, priority, kept.get("form"), inner)
-        self._batch_size = batch_size
-        if len(state_dict["_transforms"]):
-            self.transform.load_state_dict(state_dict["_transforms"])
+            values = {**kept, **{k: sampler.get(k) for k in ("priority", "new_row", "formula")}, "write_count": written}
+            saved = Kept(values, self._storage.schema() if self.initialized else None)
+            load = saved.load(self._storage, first, self._timeout(None))
+        generator = None
         if state_dict["_rng"] is not None:
             numbers, device = state_dict["_rng"]
             generator = torch.Generator(device=device)
             generator.set_state(numbers)
+        if len(state_dict["_transforms"]):
+            before = self.transform.state_dict()
+            try:
+                self.transform.load_state_dict(state_dict["_transforms"])
+            except BaseException:
+                self.transform.load_state_dict(before)
+                raise
+        if load is not None:
+            load.run(None)
+        else:
+            self.empty()
+        self._batch_size = batch_size
+        if made is not None:
+            self.set_sampler(made)
+        elif "beta" in sampler["arguments"]:
+            self._sampler.beta = sampler["arguments"]["beta"]  # type: ignore[attr-defined]
+        if generator is not None:
             self.set_rng(generator)
         self._drop_ahead()
 
-    def _fill(
-        self, rows: TensorDictBase, first: int, priority: torch.Tensor | None, form: list | None, inner: tuple[int, ...]
-    ) -> None:
-        """An empty buffer with rows; as many as it holds: the oldest in slot ``first``, what lies in front is overwritten by the newest."""
-        if first and len(rows) == self.buffer.capacity:
-            self._store(_formed(rows[torch.zeros(first, dtype=torch.int64)], form), None, False, True, inner=inner)
-        self._store(_formed(rows, form), None, False, True, inner=inner)
-        if priority is not None:
-            hi = self.buffer.window[1]
-            self.buffer.set_priorities(np.arange(hi - len(rows), hi, dtype=np.int64), priority.numpy())
-
-
-def _formed(rows: TensorDictBase, form: list | None) -> TensorDictBase | Rows:
-    return rows if form is None else Rows(form, collected(rows), len(rows))
+    def _sampler_of(self, arguments: dict[str, Any]) -> Sampler | None:
+        """One with these arguments, ready to draw from this buffer; None: this handle's has them, but perhaps for beta."""
+        free = ("beta", "max_capacity")
+        own = self._sampler.arguments()
+        differ = {k: v for k, v in arguments.items() if k not in free and own.get(k, v) != v}
+        if not differ:
+            return None
+        made = SAMPLERS[self._sampler.name](**{**own, **arguments, **{k: own[k] for k in free[1:] if k in own}})
+        made.prepare(self._storage)
+        return made

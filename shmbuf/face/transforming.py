@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
+from shmbuf.errors import ConcurrentUse
 from shmbuf.face.base import Face
+from shmbuf.schema import Key
+from shmbuf.streams import TRAJECTORY_KEYS
+from shmbuf.transforms.base import CALLED, Prepared, parts_of
 
 if TYPE_CHECKING:
     from shmbuf.transforms import Compose
 
 Self = TypeVar("Self", bound="Transforming")
+_MAKING = threading.RLock()  # chains, each once
+
+
+def _new_lock() -> None:  # another thread of the parent may have held it at the fork
+    global _MAKING
+    _MAKING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 class Transforming(Face):
@@ -21,7 +37,7 @@ class Transforming(Face):
 
     _transform: Compose | None = None
     _factory: Callable[[], Any] | None = None  # of the chain, called at its first use
-    _touched = False  # whether a batch needs more than being drawn
+    _inside = False  # a put
 
     def _set_transforms(self, transform: Any, factory: Callable[[], Any] | None, delayed: bool | None) -> None:
         if transform is not None and factory is not None:
@@ -36,14 +52,22 @@ class Transforming(Face):
             transform, self._factory = factory(), None
         if transform is not None:
             self._transform = _composed(transform)
-        self._touched = self._touched or transform is not None or factory is not None
+
+    @property
+    def _touched(self) -> bool:
+        """Whether a batch needs more than being drawn."""
+        return bool(
+            self._collate is not None or self._factory is not None or (self._transform and len(self._transform))
+        )
 
     @property
     def transform(self) -> Compose:
-        """All of them, as a `Compose`."""
+        """All of them, as a `Compose`. What is put into it is used from the next call on."""
         if self._transform is None:
-            self._transform = _composed(self._factory() if self._factory is not None else None)
-            self._factory, self._touched = None, True
+            with _MAKING:
+                if self._transform is None:  # nobody else's thread made it meanwhile
+                    self._transform = _composed(self._factory() if self._factory is not None else None)
+                    self._factory = None
         return self._transform
 
     def append_transform(self: Self, transform: Any, *, invert: bool = False) -> Self:
@@ -77,8 +101,37 @@ class Transforming(Face):
         return 0 if self._transform is None and self._factory is None else len(self.transform)
 
     def _inverted(self, rows: Any) -> Any:
-        """Rows as they are to be stored; None: none of them."""
-        return self.transform.inv(rows) if self._transforms() else rows
+        """Rows as they are to be stored, none of which is held back for later; None: none of them."""
+        return self._prepared(rows, None).rows if self._transforms() else rows
+
+    def _prepared(self, rows: Any, stream: Any) -> Prepared:
+        return self.transform.prepared(rows, stream, self._trajectory_keys())
+
+    def flush(self, *, timeout: float | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _holds(self) -> bool:
+        """Whether a transform holds rows back."""
+        return self._transform is not None and any(p.pending() for p in parts_of(self._transform))
+
+    def _trajectory_keys(self) -> tuple[Key, ...]:
+        """Where rows may say which trajectory they belong to."""
+        chosen = self.buffer.config.get("streams") or {}
+        return (tuple(chosen["traj_key"]),) if "traj_key" in chosen else TRAJECTORY_KEYS
+
+    @contextlib.contextmanager
+    def _in_turn(self, timeout: float | None) -> Iterator[None]:
+        """From the transforms to the put: what they hold back belongs to one put at a time."""
+        with self._alone(timeout):
+            if self._inside:
+                raise ConcurrentUse(
+                    "a signal handler or transform puts inside a put of its own thread. Nothing was put."
+                )
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
 
     def _forward(self, rows: Any) -> Any:
         if not self._transforms():
@@ -87,20 +140,37 @@ class Transforming(Face):
             return self.transform(rows)
 
     def _finished(self, td: TensorDictBase) -> Any:
-        """A batch that was drawn as it is given out. What the sampler says of the rows stays in it if a transform takes it out."""
+        """A batch that was drawn as it is given out. What the sampler says of the rows stays in it if a transform takes it out and the
+        rows are known to be the same: all transforms are shmbuf's, or a tensor of theirs came through as it was."""
         said = {k: td.get(k) for k in self._info_keys() if k in td.keys(True)}
+        came = {_place(v) for v in td.values(True, True) if isinstance(v, torch.Tensor)}
         out = td if self._storage.presents is None else self._storage.presents(td.copy())
         out = out if self._collate is None else self._collate(out)
         out = self._forward(out)
-        if out is not td and isinstance(out, TensorDictBase) and out.batch_size == td.batch_size:
-            for key, value in said.items():
-                if key not in out.keys(True):
-                    out.set(key, value)
+        if out is td or not isinstance(out, TensorDictBase) or out.batch_size != td.batch_size:
+            return out
+        lost = {k: v for k, v in said.items() if k not in out.keys(True)}
+        if lost and (self._only_known() or any(_place(v) in came for v in out.values(True, True))):
+            out.update(lost)
         return out
+
+    def _only_known(self) -> bool:
+        """Whether what is done to a batch is shmbuf's own, which keeps the order of rows."""
+        return self._collate is None and all(
+            type(t).__module__.startswith("shmbuf.transforms.") and not isinstance(t, CALLED)
+            for t in parts_of(self.transform)
+        )
 
     def _info_keys(self) -> tuple[Any, ...]:
         more = self._unit.info_keys if self._unit is not None else ()
         return (*self._sampler.info_keys, *more, *(("index_generation",) if self._writer.tracks_generations else ()))
+
+
+def _place(value: Any) -> tuple[Any, ...]:
+    """The same for two tensors that show the same numbers in the same order."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
 
 
 def _composed(transform: Any) -> Compose:

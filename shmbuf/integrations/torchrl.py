@@ -13,6 +13,7 @@ Another process: ``TorchRLStorage.open("pong")`` in a replay buffer of its own, 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class TorchRLStorage(Storage):
             self.shm = ShmStorage(max_size, **options)
         super().__init__(self.shm.max_size)
         self.ndim, self.device = self.shm.ndim, self.shm.device
+        self.shm._time_dim = 0  # TorchRL's buffers hand rows of several dimensions over with time first
 
     @classmethod
     def open(cls, name: str, **how: Any) -> TorchRLStorage:
@@ -120,11 +122,15 @@ class TorchRLStorage(Storage):
         self.buffer.edit(self.buffer.ids_of(slots), leaves)
 
     def _append(self, data: Any, single: bool, timeout: float | None = None) -> torch.Tensor:
+        """The rows' indices, with their ids, so that a priority for them by this very tensor is theirs."""
         if not is_tensor_collection(data):
             raise SchemaError(
                 f"rows are a TensorDict, not {type(data).__name__}; shmbuf.ReplayBuffer takes tensors and pytrees"
             )
-        return self.shm.put(data, False, timeout, single).wait(timeout)
+        ticket = self.shm.put(data, False, timeout, single)
+        index = ticket.wait(timeout)
+        index._shmbuf_ids = ticket.ids()
+        return index
 
     def get(self, index: Any) -> Any:
         """The rows at these slots, as copies; those that a `TorchRLSampler` has just drawn, as it drew them."""
@@ -176,8 +182,8 @@ class TorchRLStorage(Storage):
 
     @property
     def _mutation_revision(self) -> int:
-        """Moves with every write, so that what TorchRL's samplers keep of the content is looked up anew."""
-        return self._cursor()
+        """Moves with every write and edit, so that what TorchRL's samplers keep of the content is looked up anew."""
+        return self._cursor() + self.buffer._call("counters")["edited_rows"]
 
     def _bump_mutation_revision(self) -> None:
         pass
@@ -186,16 +192,27 @@ class TorchRLStorage(Storage):
         return self.buffer._get("window")[2]
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, in physical order."""
-        rows = self.shm.get(slice(None)) if self.initialized else None
-        return {"_storage": None if rows is None else rows.state_dict(), "_len": len(self)}
+        """The rows, oldest first, and the slot of the oldest. Taken while nobody else writes."""
+        if not self.initialized:
+            return {"_storage": None, "_len": 0, "_first": 0}
+        rows, n, first = self.shm.get(slice(None)), len(self), 0
+        if n == self.buffer.capacity:
+            first = self.buffer.window[0] % n
+            step = first // (self.shape[1:].numel() or 1)
+            rows = torch.cat([rows[step:], rows[:step]])
+        return {"_storage": rows.state_dict(), "_len": n, "_first": first}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Rows of `state_dict`, in place of all that are stored."""
-        rows = state_dict["_storage"]
+        """Rows of `state_dict`, in place of all that are stored: at their old slots, and as old among each other as they were."""
+        kept = state_dict["_storage"]
         self.buffer.empty()
-        if rows is not None and state_dict["_len"]:
-            self._append(TensorDict({}, []).load_state_dict(rows, strict=False), single=False)
+        if kept is None or not state_dict["_len"]:
+            return
+        rows: Any = TensorDict({}, []).load_state_dict(kept, strict=False)
+        first = int(state_dict.get("_first", 0))
+        if first and state_dict["_len"] == self.buffer.capacity:  # what lies in front is overwritten by the newest
+            self._append(rows[: first // (self.shape[1:].numel() or 1)], single=False)
+        self._append(rows, single=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"shm": self.shm.buffer}
@@ -207,11 +224,22 @@ class TorchRLStorage(Storage):
         return f"TorchRLStorage({self.shm!r})"
 
 
+class _Added(threading.local):
+    """Of a thread: (index, id) of the row that it added last; None: it did something else with priorities since."""
+
+    row: tuple[int, int] | None = None
+
+
+_added = _Added()
+
+
 class TorchRLWriter(RoundRobinWriter):
     """Appends rows to a `TorchRLStorage`, whoever else does; the indices it returns are those the rows were given."""
 
     def add(self, data: Any) -> int:
-        index = int(self._rows(data, single=True)[0])
+        stored = self._rows(data, single=True)
+        index = int(stored[0])
+        _added.row = index, stored._shmbuf_ids[0]  # type: ignore[attr-defined]
         self._mark_update_entities(index)
         return index
 
@@ -253,8 +281,8 @@ class TorchRLWriter(RoundRobinWriter):
 class TorchRLSampler(_Sampler):
     """One of shmbuf's samplers for a TorchRL replay buffer over a `TorchRLStorage`.
 
-    A batch is what the sampler copied when it drew it. A priority is given to the row that was drawn last at that index, if it is
-    still there: of two batches under way, an index in both whose row was overwritten in between is that of the later one.
+    A batch is what the sampler copied when it drew it. The priorities that new rows carry are given to these rows, a moment after they can
+    be drawn. Any other priority is given to the row that was drawn last at that index, if it is still there: of two batches under way, an index in both whose row was overwritten in between is that of the later one.
     """
 
     def __new__(cls, sampler: Sampler, **kw: Any) -> TorchRLSampler:
@@ -281,6 +309,7 @@ class TorchRLSampler(_Sampler):
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict]:
         buffer, shm = self._prepared(storage).buffer, storage.shm
+        _added.row = None
         if self._rng is not None:
             buffer.seed(int(torch.randint(2**62, (1,), generator=self._rng, device=self._rng.device)))
         left = buffer.acquire_samples(batch_size, 0.0)
@@ -301,7 +330,13 @@ class TorchRLSampler(_Sampler):
         if self._storage is None or not hasattr(self.sampler, "reduction"):
             return super().update_priority(index, priority)
         slots = torch.as_tensor(index).reshape(-1).numpy()
-        ids = self._ids[slots] - 1
+        own, (added, _added.row) = getattr(index, "_shmbuf_ids", None), (_added.row, None)
+        if own is not None and len(own) == len(slots):  # as the writer has just returned it: rows that were not drawn
+            ids = own
+        elif added is not None and not torch.as_tensor(index).ndim and added[0] == slots[0]:
+            ids = np.array([added[1]])
+        else:
+            ids = self._ids[slots] - 1
         if (ids < 0).any():
             ids = np.where(ids < 0, self._storage.buffer.ids_of(slots), ids)
         p = torch.as_tensor(priority).detach().cpu().to(torch.float64)

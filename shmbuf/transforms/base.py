@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection, unravel_key
@@ -23,6 +23,18 @@ def as_keys(keys: Keys) -> list[NestedKey] | None:
 def _several(keys: Any) -> bool:
     """A tuple that holds a tuple holds several keys: a key of nested tuples is written flat."""
     return isinstance(keys, tuple) and any(not isinstance(k, str) for k in keys)
+
+
+def _nothing() -> None:
+    """Nothing was held back."""
+
+
+class Prepared(NamedTuple):
+    """Rows as they are to be stored (None: none), whose next steps they are, and what is to be called once they are in the buffer."""
+
+    rows: Any
+    stream: Any = None
+    commit: Callable[[], object] = _nothing
 
 
 class Transform:
@@ -62,6 +74,18 @@ class Transform:
         for target, source in zip(self.in_keys_inv or (), self.out_keys_inv or (), strict=True):
             td.set(target, self._inv_apply(found_in(self, td, source)))
         return td
+
+    def prepared(self, td: TensorDictBase, stream: Any = None, trajectory_keys: Sequence[NestedKey] = ()) -> Prepared:
+        """`inv`, for a buffer: what a transform holds back from one call to the next moves on with ``commit``, so that rows that could
+        not be stored can be given again.
+
+        stream: one number, or int[n]. trajectory_keys: else the first of these that rows have says which rows follow each other.
+        """
+        return Prepared(self.inv(td), stream)
+
+    def pending(self) -> list[tuple[TensorDictBase, Any, Callable[[], object]]]:
+        """Rows that are held back, by stream, and what is to be called once they are stored."""
+        return []
 
     def _apply(self, value: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f"{type(self).__name__} has neither _apply nor a forward of its own")
@@ -213,13 +237,20 @@ class Compose(Transform):
 
     def inv(self, td: Any) -> Any:
         """None as soon as one of them gives None: those that come after it see nothing."""
+        made = self.prepared(td)
+        made.commit()
+        return made.rows
+
+    def prepared(self, td: Any, stream: Any = None, trajectory_keys: Sequence[NestedKey] = ()) -> Prepared:
+        commits: list[Callable[[], object]] = []
         if is_tensor_collection(td):
             td = td.copy()
         for t in reversed(list(self._transforms)):
-            td = t.inv(td)
+            td, stream, commit = t.prepared(td, stream, trajectory_keys)
+            commits.append(commit)
             if td is None:
-                return None
-        return td
+                break
+        return Prepared(td, stream, lambda: [commit() for commit in commits])
 
     def state_dict(self) -> dict[str, Any]:
         return {str(i): t.state_dict() for i, t in enumerate(self._transforms)}
@@ -234,6 +265,14 @@ class Compose(Transform):
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(repr, self._transforms))})"
+
+
+def parts_of(transform: Transform) -> list[Transform]:
+    """The transforms of a chain, of chains within it too."""
+    return [p for t in transform for p in parts_of(t)] if isinstance(transform, Compose) else [transform]
+
+
+CALLED = (CallableTransform, InvertTransform)  # do what another's function does
 
 
 def as_transform(obj: Any, invert: bool = False) -> Transform:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 
-from shmbuf.transforms.base import Keys, Transform, as_keys, found_in
+from shmbuf.transforms.base import Keys, Prepared, Transform, as_keys, found_in
 
 DONE_KEYS: tuple[NestedKey, ...] = ("done", "truncated", "terminated")
 PADDINGS = ("same", "constant")
@@ -109,9 +111,10 @@ def _to_go(reward: torch.Tensor, done: torch.Tensor, gamma: float, t: int) -> to
 class MultiStepTransform(Transform):
     """Several steps at once, on what is stored: row t has the rewards of ``k`` steps, and the "next" entries of row ``t + k - 1``.
 
-    k is ``n_steps``, or as many as the trajectory still has. The last ``n_steps`` rows are held back, one stream for each process that
-    uses this object, until the rows after them come (or `flush`): an extend with no more than these stores nothing. Neither a pickle
-    nor a fork takes them along. The end flags stay the row's own, so that trajectories stay whole in the buffer; `NStep` forms steps
+    k is ``n_steps``, or as many as the trajectory still has. The last ``n_steps`` rows are held back, of each ``stream=`` its own, in
+    each process that uses this object, until the rows after them come (or the buffer's `flush` or `close`): an extend with no more than
+    these stores nothing. Rows that could not be stored change nothing in that. Of rows with a trajectory column, one after another those
+    of each trajectory follow each other, and none are held back once its last row is an end. Neither a pickle nor a fork takes them along. The end flags stay the row's own, so that trajectories stay whole in the buffer; `NStep` forms steps
     when rows are read, with the flags of the last of them, and holds nothing back.
 
     Written besides: "steps_to_next_obs" int64[*batch], k; "gamma", ``gamma ** k``; "nonterminal", k > 1 (TorchRL's meaning); and
@@ -144,7 +147,7 @@ class MultiStepTransform(Transform):
         self.done_key: NestedKey = "done" if done_key is None else done_key
         self.done_keys = list(DONE_KEYS) if done_keys is None else as_keys(done_keys) or []
         self.mask_key: NestedKey = "mask" if mask_key is None else mask_key
-        self._held: TensorDictBase | None = None
+        self._held: dict[Any, TensorDictBase] = {}  # by ("stream" or "trajectory", which); None: of all
         self._of = os.getpid()
 
     @property
@@ -161,36 +164,99 @@ class MultiStepTransform(Transform):
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        made = self.prepared(td)
+        made.commit()
+        return made.rows
+
+    def prepared(self, td: TensorDictBase, stream: Any = None, trajectory_keys: Sequence[NestedKey] = ()) -> Prepared:
         one = not td.ndim
         rows: Any = td.unsqueeze(0) if one else td
-        held = self._mine()
-        if held is not None:
-            a, b = held.batch_size[:-1], rows.batch_size[:-1]
-            if a != b or set(held.keys(True, True)) != set(rows.keys(True, True)):
-                raise ValueError(
-                    f"rows of batch size {list(rows.batch_size)} and keys {sorted(map(str, rows.keys(True, True)))} after rows held back "
-                    f"of {list(held.batch_size)} and {sorted(map(str, held.keys(True, True)))}; flush() gives those back first"
-                )
-            rows = torch.cat([held, rows], -1)
-        out = self._stepped(rows)[..., : -self.n_steps] if rows.shape[-1] else None
-        self._held = rows[..., -self.n_steps :].clone()  # a collector writes into its tensors again
-        if out is None or not out.shape[-1]:
-            return None
-        return out.squeeze(0) if one else out
+        held, kept, out = dict(self._mine()), dict[Any, TensorDictBase](), []
+        for of, mine, ending in self._split(rows, stream, trajectory_keys):
+            before = held.get(of)
+            if before is not None:
+                mine = self._joined(before, mine)
+            ready, kept[of] = self._cut(mine, ending)
+            if ready is not None:
+                out.append((of, ready))
+
+        def commit() -> None:
+            self._mine().update(kept)
+            self._held = {k: v for k, v in self._held.items() if v.shape[-1]}
+
+        if not out:
+            return Prepared(None, stream, commit)
+        if isinstance(stream, (np.ndarray, torch.Tensor, list, tuple)) and np.ndim(stream):
+            stream = np.concatenate([np.full(len(r), of[1], np.int64) for of, r in out])
+        made = torch.cat([r for _, r in out], -1) if len(out) > 1 else out[0][1]
+        return Prepared(made.squeeze(0) if one else made, stream, commit)
+
+    def _split(
+        self, rows: Any, stream: Any, trajectory_keys: Sequence[NestedKey]
+    ) -> list[tuple[Any, TensorDictBase, bool]]:
+        """Rows by whom they belong to, in the order of their first ones; and whether nothing comes after an end flag of theirs."""
+        of, kind = None if stream is None else np.asarray(stream), "stream"
+        if of is None and rows.ndim == 1:
+            found = (rows.get(k, None) for k in trajectory_keys)
+            value = next((v for v in found if isinstance(v, torch.Tensor)), None)
+            if value is not None and value.numel() == len(rows):
+                of, kind = value.detach().reshape(-1).cpu().numpy(), "trajectory"
+        if of is None or not of.ndim:
+            return [(None if of is None else (kind, of.item()), rows, False)]
+        if rows.ndim != 1 or of.shape != (len(rows),):
+            raise ValueError(
+                f"stream of shape {list(of.shape)} for rows of batch size {list(rows.batch_size)}: one for each row"
+            )
+        places: dict[Any, list[int]] = {}
+        for i, which in enumerate(of.tolist()):
+            places.setdefault(which, []).append(i)
+        return [((kind, which), rows[torch.tensor(at)], kind == "trajectory") for which, at in places.items()]
+
+    @staticmethod
+    def _joined(held: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
+        a, b = held.batch_size[:-1], rows.batch_size[:-1]
+        if a != b or set(held.keys(True, True)) != set(rows.keys(True, True)):
+            raise ValueError(
+                f"rows of batch size {list(rows.batch_size)} and keys {sorted(map(str, rows.keys(True, True)))} after rows held back "
+                f"of {list(held.batch_size)} and {sorted(map(str, held.keys(True, True)))}; flush() gives those back first"
+            )
+        both: list[Any] = [held, rows]
+        return torch.cat(both, -1)  # type: ignore[return-value]
+
+    def _cut(self, rows: TensorDictBase, ending: bool) -> tuple[TensorDictBase | None, TensorDictBase]:
+        """Rows that have all their steps, and those to hold back; ending: of a trajectory that has ended, none."""
+        n = rows.shape[-1]
+        if not n:
+            return None, rows
+        done = ending and bool(_ends(self, rows, _next(self.done_key))[..., -1].all())
+        keep = 0 if done else min(self.n_steps, n)
+        out = self._stepped(rows)[..., : n - keep]
+        return (out if out.shape[-1] else None), rows[
+            ..., n - keep :
+        ].clone()  # a collector writes into its tensors again
+
+    def pending(self) -> list[tuple[TensorDictBase, Any, Callable[[], object]]]:
+        return [
+            (
+                self._stepped(rows),
+                of[1] if of is not None and of[0] == "stream" else None,
+                functools.partial(self._mine().pop, of, None),
+            )
+            for of, rows in self._mine().items()
+        ]
 
     def flush(self) -> TensorDictBase | None:
         """The rows held back, with as many steps as there are, and none held any more. None if there are none.
 
-        They went through this transform already: write them with one that does not hold them back again.
+        They went through this transform already: in a replay buffer, its `flush` stores them.
         """
-        held = self._mine()
-        out = None if held is None or not held.shape[-1] else self._stepped(held)
-        self._held = None
-        return out
+        out: list[Any] = [rows for rows, _, _ in self.pending()]
+        self._held = {}
+        return torch.cat(out, -1) if out else None  # type: ignore[return-value]
 
-    def _mine(self) -> TensorDictBase | None:
+    def _mine(self) -> dict[Any, TensorDictBase]:
         if self._of != os.getpid():  # after a fork, the parent's
-            self._held, self._of = None, os.getpid()
+            self._held, self._of = {}, os.getpid()
         return self._held
 
     def _stepped(self, td: TensorDictBase) -> TensorDictBase:
@@ -223,15 +289,15 @@ class MultiStepTransform(Transform):
         return f"original_{key}" if isinstance(key, str) else (*key[:-1], f"original_{key[-1]}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"held": self._mine()}
+        return {"held": dict(self._mine())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"held"}:
             raise KeyError(f"MultiStepTransform has a state of 'held'; got {sorted(state)}")
-        self._held, self._of = state["held"], os.getpid()
+        self._held, self._of = dict(state["held"]), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
+        return {**self.__dict__, "_held": {}}
 
     def __repr__(self) -> str:
         return f"MultiStepTransform(n_steps={self.n_steps}, gamma={self.gamma}, reward_keys={self.reward_keys})"

@@ -167,6 +167,59 @@ def test_state_dict(made):
     assert rb[:]["k"].tolist() == list(range(6))
 
 
+def test_after_a_wrap_the_oldest_row_is_the_oldest_again(made):
+    storage = made(4)
+    rb = TensorDictReplayBuffer(storage=storage)
+    rb.extend(rows(0, 6))
+    storage.load_state_dict(storage.state_dict())
+    assert rb[:]["k"].tolist() == [4, 5, 2, 3]
+    rb.extend(rows(100, 1))
+    assert rb[:]["k"].tolist() == [4, 5, 100, 3]
+
+
+def test_after_a_wrap_of_several_dimensions_too(made):
+    storage = made(12, ndim=2, batch_shape=(3,))
+    rb = TensorDictReplayBuffer(storage=storage)
+    rb.extend(TensorDict({"k": torch.arange(18).reshape(3, 6)}, [3, 6]))
+    before = rb[:]["k"].tolist()
+    storage.load_state_dict(storage.state_dict())
+    assert rb[:]["k"].tolist() == before
+    storage.shm.put(TensorDict({"k": torch.full((1, 3), 99)}, [1, 3])).wait()
+    left = rb[:]["k"]
+    assert (left == 99).sum() == 3 and sorted(left[left != 99].tolist()) == [3, 4, 5, 9, 10, 11, 15, 16, 17]
+
+
+def test_an_edit_moves_the_revision(made):
+    rb = TensorDictReplayBuffer(storage=made(4))
+    rb.extend(rows(0, 4))
+    before = rb.storage._mutation_revision
+    rb.storage.set(torch.tensor([0]), rows(9, 1), set_cursor=False)
+    assert rb.storage._mutation_revision != before
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_new_rows_get_the_priorities_they_carry_and_no_late_ones(made, drawn):
+    sampler = TorchRLSampler(PrioritizedSampler(4, alpha=1.0, beta=1.0, eps=0.0))
+    rb = TensorDictReplayBuffer(storage=made(4), sampler=sampler, batch_size=64)
+
+    def carrying(first: int, n: int, p: float) -> TensorDict:
+        return rows(first, n).set("td_error", torch.full((n,), p))
+
+    def priorities() -> list[float]:
+        buffer = rb.storage.buffer
+        return buffer.priorities(buffer.ids_of(torch.arange(4).numpy())).tolist()
+
+    rb.extend(carrying(0, 4, 5.0))
+    late = rb.sample() if drawn else None
+    rb.extend(carrying(4, 2, 50.0))
+    rb.add(carrying(6, 1, 70.0)[0])
+    assert priorities() == [50, 50, 70, 5]
+    if late is not None:
+        late["td_error"] = torch.full((64,), 1000.0)
+        rb.update_tensordict_priority(late)
+        assert priorities() == [50, 50, 70, 1000]
+
+
 def test_wrong_use(made):
     with pytest.raises(TypeError, match="give them to the ShmStorage"):
         TorchRLStorage(shmbuf.ShmStorage(5), name="x")

@@ -130,6 +130,32 @@ def test_b122_a_seed_fixes_the_samples(name, python):
     destroy(name)
 
 
+IN_CHILD = """
+import json, os, sys
+from shmbuf import Buffer
+with Buffer.attach(sys.argv[1]) as buf:
+    buf.seed(9)
+    r, w = os.pipe()
+    if os.fork() == 0:
+        buf.seed(7)  # the first thing it does with it
+        os.write(w, json.dumps([buf.draw(16)[1].tolist(), buf.generator().integers(1 << 40, size=2).tolist()]).encode())
+        os._exit(0)
+    os.wait()
+    child = json.loads(os.read(r, 1 << 16))
+    buf.seed(7)
+    print(json.dumps([child, [buf.draw(16)[1].tolist(), buf.generator().integers(1 << 40, size=2).tolist()]]))
+"""
+
+
+def test_a_seed_that_a_fork_child_sets_first_of_all_counts(name, python):
+    """It went to the handle of the parent, which the child then exchanged for one of its own."""
+    with Buffer.create(name, 500, schema={"k": "int64"}, drain="caller") as buffer:
+        buffer.extend({"k": np.arange(500)})
+        child, parent = json.loads(python(IN_CHILD, name))
+        assert child == parent
+    destroy(name)
+
+
 SEEDED_TENSORS = """
 import hashlib, json, sys
 import torch, shmbuf

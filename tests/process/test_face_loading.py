@@ -49,6 +49,48 @@ def test_workers_draw_each_their_own_and_share_an_epoch(method, unique_name):
     shmbuf.destroy(unique_name)  # nobody is attached any more
 
 
+def test_persistent_workers_go_on_where_their_seed_took_them(unique_name):
+    """Each epoch of theirs began with the seed again, and drew the same rows."""
+
+    def epochs() -> list:
+        torch.manual_seed(3)
+        how = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork", "timeout": 100}
+        loader = DataLoader(data := rb.as_dataset(2), collate_fn=data.collate, **how)
+        return [[b["k"].tolist() for b in loader] for _ in range(3)]
+
+    with TensorDictReplayBuffer(storage=ShmStorage(1000, name=unique_name), batch_size=8) as rb:
+        rb.extend(numbered(0, 1000))
+        first, again = epochs(), epochs()
+        assert len({tuple(k) for epoch in first for k in epoch}) == 6
+        assert first == again, "the loader's seed fixes all of them"
+    shmbuf.destroy(unique_name, force=True)
+
+
+def update(rb, out) -> None:
+    torch.set_num_threads(1)
+    how = {"index": [0], "generation": [0]}
+    got = rb.submit_update_if_present(**how, patch={"k": torch.tensor([70])}).result(60)
+    rb.synchronize()  # which waits for no edit of the parent's
+    out.put(got.updated.tolist())
+
+
+def test_a_fork_child_edits_by_a_thread_of_its_own(unique_name):
+    context = multiprocessing.get_context("fork")
+    with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=8) as rb:
+        rb.extend(numbered(0, 20))
+        failed = rb.submit_update_if_present(index=[0], generation=[0], patch={"no such key": torch.zeros(1)})
+        with pytest.raises(KeyError):
+            failed.result(60)
+        out = context.Queue()
+        p = context.Process(target=update, args=(rb, out))
+        p.start()
+        p.join(100)
+        assert p.exitcode == 0 and out.get(timeout=60) == [True] and rb["k"][0] == 70
+        with pytest.raises(KeyError):
+            rb.synchronize()
+    shmbuf.destroy(unique_name, force=True)
+
+
 def test_for_batch_in_rb(unique_name):
     """For ever, whatever is stored at the time; and one pass where the sampler knows one."""
     with TensorDictReplayBuffer(storage=ShmStorage(100, name=unique_name), batch_size=8) as rb:

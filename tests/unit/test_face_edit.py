@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from shmbuf import PrioritizedSampler, ReplayBuffer, SchemaError, ShmStorage, TensorDictReplayBuffer
 from tests.unit.helpers import unmoved
@@ -288,3 +288,185 @@ def test_rows_of_other_forms_are_replaced_by_index(make_name, many, one, wrong, 
         assert [repr(rb[i]) for i in range(6)] == before
         with pytest.raises((SchemaError, RuntimeError)), unmoved(rb.buffer):
             rb[[0, 1]] = many
+
+
+# ---- numbers and Python values ----------------------------------------------------------------------------------------
+
+DTYPES = {"u": "uint8", "i": "int32", "l": "uint64", "f": "float32", "h": "float16", "b": "bool", "q": "float8_e4m3fn"}
+DAMAGED = [
+    ("u", 300),
+    ("u", -1),
+    ("u", [1, 2, 999]),
+    ("u", 1.0),
+    ("i", 2**40),
+    ("i", np.array([2**33 + 1] * 3)),
+    ("i", np.array([1, 2, 3])),
+    ("i", np.int64(3)),
+    ("i", [np.int64(1)] * 3),
+    ("i", torch.tensor(3)),
+    ("i", [torch.tensor(3)] * 3),
+    ("i", "3"),
+    ("i", [None, 1, 2]),
+    ("l", -1),
+    ("l", 2**64),
+    ("f", 1e300),
+    ("f", 2**24 + 1),
+    ("f", np.float64(0.1)),
+    ("f", 1j),
+    ("h", 70000.0),
+    ("q", 1e9),
+    ("b", 5),
+    ("b", -1),
+    ("b", 0.0),
+]
+KEPT = [
+    ("u", [0, 255, True]),
+    ("i", -(2**31)),
+    ("i", np.array([1, 2, 3], ">i4")),
+    ("i", np.int32(3)),
+    ("l", 2**64 - 1),
+    ("f", 0.1),
+    ("f", [1, float("inf"), -2.5]),
+    ("f", np.float32(0.1)),
+    ("f", np.arange(9.0, dtype="f4")[::3]),
+    ("h", [1, 2, 65504.0]),
+    ("q", 0.5),
+    ("b", [True, 0, 1]),
+]
+
+
+@pytest.fixture
+def dtypes(make_name):
+    with TensorDictReplayBuffer(storage=ShmStorage(3, name=make_name(), schema=DTYPES, drain="caller")) as rb:
+        rb.extend(TensorDict({k: torch.zeros(3).to(getattr(torch, d)) for k, d in DTYPES.items()}, [3]))
+        yield rb
+
+
+@pytest.mark.parametrize(("key", "value"), DAMAGED, ids=str)
+def test_a_number_that_its_column_cannot_hold_is_refused(dtypes, key, value):
+    for call in (
+        lambda: dtypes.set_at_(key, value, [0, 1, 2]),
+        lambda: dtypes.set_(key, [value] * 3 if np.ndim(value) == 0 else value),
+        lambda: dtypes.update_({key: [value] * 3 if np.ndim(value) == 0 else value}),
+        lambda: dtypes.update_if_present(
+            index=[0, 1, 2], generation=[0, 0, 0], patch={key: [value] * 3 if np.ndim(value) == 0 else value}
+        ),
+    ):
+        with pytest.raises(SchemaError, match="Nothing was changed"), unmoved(dtypes.buffer):
+            call()
+
+
+@pytest.mark.parametrize(("key", "value"), KEPT, ids=str)
+def test_a_number_that_its_column_holds_is_taken(dtypes, key, value):
+    dtypes.set_at_(key, value, [0, 1, 2])
+    expected = [x + 0 for x in np.broadcast_to(np.asarray(value, object), 3).tolist()]
+    assert [x + 0 for x in dtypes[key].tolist()] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "version", [300, -1, 2.5, torch.tensor(300), np.array([1, 2, 256]), torch.tensor(2.5)], ids=str
+)
+def test_a_version_that_its_column_cannot_hold_is_refused(dtypes, version):
+    with pytest.raises(SchemaError, match="Nothing was changed"), unmoved(dtypes.buffer):
+        dtypes.update_if_present(
+            index=[0, 1, 2], generation=[0, 0, 0], patch={"f": [1.0, 2.0, 3.0]}, version_key="u", version=version
+        )
+
+
+@pytest.mark.parametrize(
+    ("index", "generation", "error"),
+    [([5], [0], IndexError), ([-1], [0], IndexError), ([0.7], [0], TypeError), ([0], [2**61], IndexError)],
+)
+def test_an_update_of_what_is_no_slot_is_refused(dtypes, index, generation, error):
+    with pytest.raises(error), unmoved(dtypes.buffer):
+        dtypes.update_if_present(index=index, generation=generation, patch={"u": [1]})
+
+
+def test_an_update_of_what_never_was_a_row_is_stale(dtypes):
+    with unmoved(dtypes.buffer):
+        got = dtypes.update_if_present(index=[0, 1], generation=[-1, -7], patch={"u": [1, 1]})
+    assert got.updated.tolist() == [False, False] and got.stale_count == 2
+
+
+def test_cells_to_update_are_those_of_the_lanes(make_name):
+    with TensorDictReplayBuffer(
+        storage=ShmStorage(6, name=make_name(), ndim=2, batch_shape=(2,), drain="caller")
+    ) as rb:
+        rb.extend(TensorDict({"k": torch.arange(6).reshape(2, 3)}, [2, 3]))
+        for index in ([[0, 2]], [[0, -1]], [[-1, 0]], [[3, 0]]):
+            with pytest.raises(IndexError), unmoved(rb.buffer):
+                rb.update_if_present(index=torch.tensor(index), generation=[0], patch={"k": [9]})
+        rb.update_if_present(index=torch.tensor([[2, 1]]), generation=[0], patch={"k": [9]})
+        assert rb["k"].tolist() == [[0, 1, 2], [3, 4, 9]]
+
+
+def test_rows_are_named_by_id(full):
+    batch = full.sample(4)
+    full.extend(rows(50, 8))  # slots 0 to 7
+    before = full["k"].clone()
+    stale = full.stats()["stale_edits"]
+    gone = batch["row_id"] < 8
+    assert full.set_at_("k", -batch["k"] - 1, None, row_id=batch["row_id"]) is full
+    before[batch["index"][~gone]] = -batch["k"][~gone] - 1
+    assert full["k"].equal(before) and full.stats()["stale_edits"] - stale == int(gone.sum())
+    full.set_at_("k", torch.tensor([[7], [8]]), None, row_id=torch.tensor([[8], [9]]))
+    assert full["k"][8:].tolist() == [7, 8]
+    with pytest.raises(TypeError, match="not both"), unmoved(full.buffer):
+        full.set_at_("k", 0, [1], row_id=[1])
+    with pytest.raises(IndexError, match="no such row"), unmoved(full.buffer):
+        full.set_at_("k", 0, None, row_id=[8, 99])
+
+
+def test_python_values_are_edited_as_they_are_put(make_name):
+    def text(*s: str):
+        return TensorDict({"x": torch.arange(float(len(s))), "s": NonTensorStack(*s)}, [len(s)])
+
+    with TensorDictReplayBuffer(storage=ShmStorage(4, name=make_name(), drain="caller"), batch_size=2) as rb:
+
+        def stored():
+            return [rb[i]["s"] for i in range(len(rb))]
+
+        rb.extend(text("a", "b", "c"))
+        rb.extend([TensorDict({"x": torch.tensor(3.0), "s": "d"}, [])])
+        assert stored() == ["a", "b", "c", "d"]
+        rb.write_all(rb.read_all_in_order())
+        assert stored() == ["a", "b", "c", "d"]
+        rb[0] = rb[1]
+        rb[[2, 3]] = rb[[3, 2]]
+        assert stored() == ["b", "b", "d", "c"] and rb["x"].tolist() == [1, 1, 3, 2]
+        rb[[0, 1]] = [rb[2], rb[3]]
+        assert stored() == ["d", "c", "d", "c"]
+        rb.set_at_("s", ["e", [1, 2]], [0, 1])
+        rb.set_at_("s", {"k": [3]}, 2)
+        assert stored() == ["e", [1, 2], {"k": [3]}, "c"]
+        rb.set_at_("s", "same", slice(0, 2)).set_at_("s", ["one", "list"], -1)
+        assert stored() == ["same", "same", {"k": [3]}, ["one", "list"]]
+        rb.set_("s", rb["s"])
+        rb.update_(text("m", "n", "o", "p"), keys_to_update=["s"])
+        assert stored() == ["m", "n", "o", "p"]
+        got = rb.update_if_present(index=[0, 2], generation=[0, 0], patch={"s": ["q", None]})
+        assert got.updated.all() and stored() == ["q", "n", None, "p"]
+        for call in (
+            lambda: rb.set_at_("s", ["a"], [0, 1]),
+            lambda: rb.set_("s", "one for all"),
+            lambda: rb.set_at_("s", torch.zeros(1), [0]),
+            lambda: rb.set_at_("s", "x" * 500, [0]),
+            lambda: rb.set_at_("s", object(), [0]),
+            lambda: rb.set_at_("x", "text", [0]),
+            lambda: rb.__setitem__(0, TensorDict({"x": "text", "s": "a"}, [])),
+        ):
+            with pytest.raises((SchemaError, RuntimeError)), unmoved(rb.buffer):
+                call()
+
+
+def test_of_edits_in_the_background_that_fail_only_the_first_is_kept(full):
+    how = {"index": [0], "generation": [0]}
+    for key in ("first", "second", "third"):
+        with pytest.raises(KeyError):
+            full.submit_update_if_present(**how, patch={key: torch.zeros(1)}).result(60)
+    full.submit_update_if_present(**how, patch={"k": torch.tensor([5])}).result(60)
+    assert len(full._pending) <= 2
+    with pytest.raises(KeyError, match="first"):
+        full.synchronize()
+    full.synchronize()
+    assert full["k"][0] == 5

@@ -162,3 +162,20 @@ def test_no_thread_is_left(ahead, end):
             rb.sample()
     assert not any(t.name.startswith("shmbuf-draw") for t in threading.enumerate())
     assert threading.active_count() <= before + 1
+
+
+@pytest.mark.parametrize("drop", ["set_sampler", "append_transform", "close"])
+def test_batches_that_are_dropped_are_given_back_to_the_limiter(ahead, make_name, drop):
+    rb = ahead(3, limiter=shmbuf.RateLimiter(1.0, 1, error_buffer=(0, 1000)))
+    rb.extend(rows(0, 60))
+    other = shmbuf.attach(rb.name)
+    rb.sample()
+    rb.synchronize()
+    assert other.buffer.limiter_state()["sampled"] == 16
+    {
+        "set_sampler": lambda: rb.set_sampler(shmbuf.NewestSampler()),
+        "append_transform": lambda: rb.append_transform(lambda td: td),
+        "close": rb.close,
+    }[drop]()
+    assert other.buffer.limiter_state()["sampled"] == 4
+    other.close()

@@ -293,7 +293,7 @@ def test_a_state_some_of_whose_rows_were_overwritten_brings_back_each_once(make_
             state = rb.state_dict()
             kept, sampler = state["_storage"], state["_sampler"]
             kept["rows"], kept["first"] = kept["rows"][missing:], (kept["first"] + missing) % 10
-            sampler["priority"] = sampler["priority"][missing:]
+            sampler["priority"], kept["streams"] = sampler["priority"][missing:], kept["streams"][missing:]
             other.load_state_dict(state)
             assert other["k"].tolist() == list(range(7 + missing, 17))
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
 import shmbuf
-from shmbuf import ReplayBuffer, ShmStorage, TensorDictReplayBuffer
+from shmbuf import ReplayBuffer, ShmStorage, SliceSampler, TensorDictReplayBuffer
 from shmbuf.errors import SchemaError
 from shmbuf.packed import bound_of, decode, encode
 from tests.unit.helpers import unmoved
@@ -222,3 +222,75 @@ def test_a_forged_form_is_an_error_and_runs_nothing():
             put_together(form, td)
     with pytest.warns(UserWarning, match="has not imported"):
         assert put_together(["namedtuple", "os", "system", ["data"], [["tensor"]]], td).keys() == {"data"}
+
+
+def test_keys_of_a_dict_come_in_any_order(rb, name, tmp_path):
+    rb.extend({"a": torch.zeros(2), "b": {1: torch.ones(2), "c": torch.zeros(2)}})
+    rb.extend({"b": {"c": torch.full((2,), 4.0), 1: torch.full((2,), 3.0)}, "a": torch.full((2,), 2.0)})
+    rb.extend(
+        [
+            {"a": torch.tensor(5.0), "b": {"c": torch.tensor(7.0), 1: torch.tensor(6.0)}},
+            {"b": {1: torch.tensor(6.0), "c": torch.tensor(7.0)}, "a": torch.tensor(5.0)},
+        ]
+    )
+    rb[0] = {"b": {"c": torch.tensor(7.0), 1: torch.tensor(6.0)}, "a": torch.tensor(5.0)}
+    assert rb["a"].tolist() == [5, 0, 2, 2, 5, 5]
+    assert list(rb[2]) == ["a", "b"] and rb[2]["b"] == {1: torch.tensor(3.0), "c": torch.tensor(4.0)}
+    with pytest.raises(SchemaError, match="the buffer's are"), unmoved(rb.buffer):
+        rb.extend({"a": torch.zeros(2), "b": {"1": torch.ones(2), "c": torch.zeros(2)}})
+    with ReplayBuffer(storage=ShmStorage(50, name=f"{name}.b", drain="caller"), batch_size=4) as other:
+        other.extend({"b": {"c": torch.ones(2), 1: torch.ones(2)}, "a": torch.zeros(2)})
+        rb.dumps(tmp_path / "a")
+        other.loads(tmp_path / "a")
+        assert other["a"].tolist() == [5, 0, 2, 2, 5, 5]
+        other.extend({"b": {"c": torch.ones(1), 1: torch.ones(1)}, "a": torch.zeros(1)})
+        other.load_state_dict(rb.state_dict())
+        assert other["a"].tolist() == [5, 0, 2, 2, 5, 5] and other[2]["b"][1] == 3
+    shmbuf.destroy(f"{name}.b", force=True)
+
+
+@tensorclass
+class Next:
+    done: torch.Tensor
+
+
+@tensorclass
+class Step:
+    x: torch.Tensor
+    next: Next
+
+
+@tensorclass
+class Flat:
+    x: torch.Tensor
+    done: torch.Tensor
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_what_a_sampler_says_of_tensorclass_rows_is_in_info(name, prefetch):
+    done = (torch.arange(8) % 4 == 3)[:, None]
+    for made in (
+        Step(x=torch.arange(8), next=Next(done=done, batch_size=[8]), batch_size=[8]),
+        Flat(x=torch.arange(8), done=done, batch_size=[8]),
+    ):
+        with ReplayBuffer(
+            storage=ShmStorage(50, name=name), sampler=SliceSampler(slice_len=2), batch_size=4, prefetch=prefetch
+        ) as rb:
+            rb.extend(made)
+            batch, info = rb.sample(return_info=True)
+            assert type(batch) is type(made) and batch.x.equal(info["index"]) and batch[0].x == batch.x[0]
+            assert ("next", "truncated") in info and type(rb[0]) is type(made)
+        shmbuf.destroy(name, force=True)
+
+
+def test_a_writer_that_ranks_rows_says_what_rows_it_takes(name):
+    with ReplayBuffer(storage=ShmStorage(4, name=name), writer=shmbuf.TensorDictMaxValueWriter("r")) as rb:
+        for call in (
+            lambda: rb.add({"r": torch.tensor(1.0)}),
+            lambda: rb.extend({"r": torch.ones(2)}),
+            lambda: rb.add(Flat(x=torch.tensor(1), done=torch.tensor([True]), batch_size=[])),
+        ):
+            with pytest.raises(TypeError, match="rows to be ranked are a TensorDict"):
+                call()
+        assert len(rb) == 0
+    shmbuf.destroy(name, force=True)

@@ -70,7 +70,20 @@ def test_other_lanes_are_refused(name):
         (0, 1),
         ...,
         torch.tensor([0, 1, 1]),
-        (torch.tensor([0, 1]), torch.tensor([2, 0])),
+        (1, -1),
+        (slice(None), slice(0, 3, 2)),
+        (slice(None), slice(-2, None)),
+        (..., 1),
+        (0, ...),
+        (..., slice(None), 0),
+        (slice(None), torch.tensor([2, -1])),
+        (torch.tensor([[1], [0]]), slice(1, 2)),
+        (0, torch.tensor([2, 0])),
+        (torch.tensor([1, 0, 1]), 2),
+        (slice(None), None, 1),
+        (0, torch.tensor([True, False, True])),
+        [1, 0],
+        ([0, 1], [2, 0]),
         torch.tensor([[True, False, True], [False, True, False]]),
     ],
 )
@@ -79,10 +92,47 @@ def test_indexing_is_that_of_a_tensor(name, index):
         data = batch(2, 3)
         rb.extend(data)
         assert rb[index]["k"].equal(data["k"][index])
+        slots = torch.arange(6).reshape(3, 2).T  # of [lane, time]
+        assert rb.storage.cells_at(index).tolist() == slots[index].tolist()
         other = index.T if isinstance(index, torch.Tensor) and index.dtype is torch.bool else index
         if other is index and isinstance(index, tuple):
             return
         assert rb.storage[other]["k"].equal(data["k"].T[other])
+
+
+@pytest.mark.parametrize(
+    "index", [2, (0, 3), (0, -4), (slice(None), torch.tensor([3])), (torch.tensor([2]), 0), (0, 0, 0)]
+)
+def test_what_is_not_there_is_refused(name, index):
+    with make(name) as rb:
+        rb.extend(batch(2, 3))
+        with pytest.raises(IndexError):
+            rb[index]
+        with pytest.raises(IndexError):
+            rb.set_at_("k", 0, index)
+
+
+@pytest.mark.parametrize("time_dim", [0, 1])
+def test_what_a_sample_calls_index_names_the_same_cells_everywhere(name, time_dim):
+    """TorchRL reads with the two dimensions exchanged, and writes without; here both are (time, lane)."""
+    storage = ShmStorage(14, name=name, ndim=2, drain="caller")
+    with TensorDictReplayBuffer(storage=storage, batch_size=6, dim_extend=time_dim) as rb:
+        data = batch(2, 4)
+        rb.extend(data if time_dim else data.transpose(0, 1))
+        td, info = rb.sample(return_info=True)
+        pair = torch.tensor([[3, 1], [0, 1]])  # as many rows as dimensions
+        for index, k in (
+            (td["index"], td["k"]),
+            (info["index"], td["k"]),
+            (tuple(i.numpy() for i in info["index"]), td["k"]),
+            (td["index"].reshape(3, 2, 2), td["k"].reshape(3, 2)),
+            (pair, data["k"][pair[:, 1], pair[:, 0]]),
+        ):
+            assert rb[index]["k"].equal(k) and rb.storage[index]["k"].equal(k)
+            rb.set_at_("k", k + 1000, index)
+            assert rb[index]["k"].equal(k + 1000)
+            rb[index] = rb[index].set("k", k)
+            assert rb[index]["k"].equal(k) and rb["k"].sum() == data["k"].sum()
 
 
 @pytest.mark.parametrize(

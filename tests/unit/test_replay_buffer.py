@@ -386,3 +386,12 @@ def test_a_samples_waits_share_one_timeout(name, kind):
         with pytest.raises(NotEnoughRows):
             rb.sample(4, timeout=1.0)
         assert 0.9 < time.monotonic() - since < 1.5
+
+
+def test_next_goes_on_after_it_found_no_rows(make_rb):
+    rb = make_rb(10, batch_size=2)
+    for _ in range(2):
+        with pytest.raises(NotEnoughRows):
+            rb.next()
+    rb.extend(rows(0, 4))
+    assert rb.next().batch_size == (2,)

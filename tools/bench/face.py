@@ -16,18 +16,20 @@ from .plan import FACE_CALLS
 from .sampling import take_turns, time_calls
 from .settings import Settings
 
-CAPACITY, ROWS_SET = 100_000, 256
+ROWS = {"extend": 100_000, "set_at": 1_000_000}
+ROWS_SET = 256
 
 
 def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     torch.set_num_threads(1)
     for call in FACE_CALLS:
+        rows = int(ROWS[call] * settings.fill)
         with ExitStack() as stack:
             entrants: dict[str, samplers.Contender] = {}
             for name in spec["contenders"]:
                 emit.at(name)
                 try:
-                    rb = stack.enter_context(_buffer(name, f"{Path(spec['scratch']).name}-{call}"))
+                    rb = stack.enter_context(_buffer(name, rows, f"{Path(spec['scratch']).name}-{call}"))
                     contender = samplers.Contender(_CALLS[call](rb))
                     time_calls(contender, 5)
                     entrants[name] = contender
@@ -38,13 +40,13 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
 
 
 @contextmanager
-def _buffer(name: str, shm: str) -> Iterator:
+def _buffer(name: str, rows: int, shm: str) -> Iterator:
     if name == OURS:
         import shmbuf
 
-        rb = shmbuf.TensorDictReplayBuffer(storage=shmbuf.ShmStorage(CAPACITY, name=shm), batch_size=256)
+        rb = shmbuf.TensorDictReplayBuffer(storage=shmbuf.ShmStorage(rows, name=shm), batch_size=256)
         try:
-            rb.extend(_rows(CAPACITY))
+            rb.extend(_rows(rows))
             yield rb
         finally:
             rb.close()
@@ -52,8 +54,8 @@ def _buffer(name: str, shm: str) -> Iterator:
     else:
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=256)
-        rb.extend(_rows(CAPACITY))
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(rows), batch_size=256)
+        rb.extend(_rows(rows))
         yield rb
 
 
@@ -84,7 +86,7 @@ def _extend_one(rb) -> Callable[[], object]:
 
 def _set_at(rb) -> Callable[[], object]:
     values = torch.rand(ROWS_SET, 1)
-    return lambda: rb.set_at_(("next", "reward"), values, torch.randint(CAPACITY, (ROWS_SET,)))
+    return lambda: rb.set_at_(("next", "reward"), values, torch.randint(len(rb), (ROWS_SET,)))
 
 
 _CALLS = {"extend": _extend_one, "set_at": _set_at}

@@ -231,7 +231,7 @@ def _slices(results: Results, settings: Settings) -> Iterator[Line]:
 def _face(results: Results, settings: Settings) -> Iterator[Line]:
     for call, what, most in (
         ("extend", "extend of 1 row through one transform", 0.25),
-        ("set_at", "set_at_ of 256 rows", 0.5),
+        ("set_at", f"set_at_ of 256 rows, {_million(settings)}", 0.5),
     ):
         place = f"face/{call}"
         line = Line(what, "s", results.get(f"{place}/{OURS}"), results.peers(place, ("torchrl",)), errors=place)
@@ -246,7 +246,7 @@ def _face(results: Results, settings: Settings) -> Iterator[Line]:
     ):
         place = f"query/1000000/{query}"
         line = Line(
-            f"query of 1,000 trajectories, 1 M rows: {what}",
+            f"query of {1_000 * settings.fill:,.0f} trajectories, {_million(settings)}: {what}",
             "s",
             results.get(f"{place}/{OURS}"),
             results.peers(place, ("torchrl",)),
@@ -257,7 +257,10 @@ def _face(results: Results, settings: Settings) -> Iterator[Line]:
     for call in ("dumps", "loads"):
         place = f"checkpoints/{call}"
         line = Line(
-            f"{call} with priorities, 1 M rows", "s", results.get(f"{place}/{OURS}"), results.peers(place, ("torchrl",))
+            f"{call} with priorities, {_million(settings)}",
+            "s",
+            results.get(f"{place}/{OURS}"),
+            results.peers(place, ("torchrl",)),
         )
         line.more_is_better, line.errors = False, "checkpoints"
         line.goal = Goal("≤ 0.2 x TorchRL", line.ratio, "x TorchRL", most=0.2)
@@ -393,6 +396,10 @@ def _memory(results: Results, settings: Settings) -> Iterator[Line]:
             goal = Goal("≤ 40 MB", held, "MB", most=40)
             text = "memory of a collector, anonymous + file pages"
             yield Line(text, "MB", held, rivals, goal, errors=place, **common)
+
+
+def _million(settings: Settings) -> str:
+    return f"{settings.fill:g} M rows"
 
 
 def _count(n: int, noun: str) -> str:
