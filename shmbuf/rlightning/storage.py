@@ -83,7 +83,8 @@ class Storage:
         mode: "circular": the oldest rows are overwritten; "standard" (also called "fixed"): what does not fit is refused.
         unit: "transition" or "episode": what ``len``, indices and `get_data` count. An episode that has lost its first row to newer
             ones is no longer counted at all; as long as its other rows are there, samplers of transitions draw them.
-        env_meta_list: whose data are taken, with their num_envs: a list of `EnvMeta`, or a dict of them by env_id. None: any, each one environment.
+        env_meta_list: whose data are taken, with their num_envs: a list of `EnvMeta`, or a dict of them by env_id.
+            None: any, each one environment.
         device: "cpu": rows are in host memory.
         obs_preprocessor, reward_preprocessor: see `default_env_ret_preprocess_fn`; preprocess_fn and the two it calls: see
             `default_preprocess_fn`; postprocess_fn: see `default_postprocess_fn`, by which rows of many environments are made fastest.

@@ -21,8 +21,9 @@ class EpisodeTable:
         component_distribution: of each node, which workers run there: ``{node: {"env" | "buffer" | "train": {"ids": [...]}}}``.
         node_affinity_env, node_affinity_train: whether environments and train workers stay on their node.
 
-    An environment is number k if what stands after the last ``-`` of its id is a number, else its place in ``env_ids``. One that is registered later also goes to its
-    node's storage (rlightning gives it to any); to the least loaded one if its id has no number, or its node no storage.
+    An environment is number k if what stands after the last ``-`` of its id is a number, else its place in ``env_ids``. One that is
+    registered later also goes to its node's storage (rlightning gives it to any); to the least loaded one if its id has no number, or
+    its node no storage.
 
     Raises:
         ValueError: num_storages or num_train_workers below 1. AssertionError: workers do not divide evenly; affinity without a
