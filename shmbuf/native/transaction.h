@@ -277,6 +277,10 @@ class Writer {
   }
   bool run_rows(const CommitBlock &now, const CommitBlock &next) {
     const u64 n = next.cursor - now.cursor, before = load(c_.reserve, relaxed);
+    if (before < next.cursor && pins_.room(now.cursor) < n) {  // of a plan that waits for a pin: readers would see reserve go up and down
+      pins_.held_up(next.cursor);
+      return false;
+    }
     if (before < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back once a byte may have been written
     fence(seq_cst);                                                     // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
