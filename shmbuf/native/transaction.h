@@ -277,7 +277,8 @@ class Writer {
   }
   bool run_rows(const CommitBlock &now, const CommitBlock &next) {
     const u64 n = next.cursor - now.cursor, before = load(c_.reserve, relaxed);
-    if (before < next.cursor && pins_.room(now.cursor) < n) {  // of a plan that waits for a pin: readers would see reserve go up and down
+    if (before < next.cursor && pins_.room(now.cursor) < n) {  // not yet announced: readers need not see reserve go up and down
+      FAILPOINT(pin_blocked);
       pins_.held_up(next.cursor);
       return false;
     }
@@ -285,7 +286,6 @@ class Writer {
     fence(seq_cst);                                                     // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
     if (pins_.room(now.cursor) < n) {  // it came after the plan: pairs with P1
-      FAILPOINT(pin_blocked);
       if (before < next.cursor) store(c_.reserve, before, relaxed);  // raised by this very call, and nothing written: readers need not wait for the pin
       pins_.held_up(next.cursor);
       return false;
