@@ -160,3 +160,15 @@ def test_rows_pinned_after_a_plan_was_sealed_can_be_gathered_though_the_writer_t
             pass
         assert buffer.window == (40, 240)
     destroy(unique_name)
+
+
+def test_an_emptying_that_a_dead_planner_sealed_waits_for_no_pin(unique_name):
+    with Buffer.create(unique_name, 200, schema=oracle.SCHEMA, drain="caller") as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 207))
+        code = STOPS[: STOPS.index("native.arm")] + 'native.arm("plan_sealed=kill@1")\nb.empty()\n'
+        env = {**os.environ, "SHMBUF_NATIVE": "failpoints"}
+        done = subprocess.run([sys.executable, "-c", code, unique_name], env=env, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        with contextlib.suppress(Lapped), buffer.pin(seconds=None):
+            assert buffer._handle.runnable and buffer.drain() and len(buffer) == 0
+    destroy(unique_name)
