@@ -1,4 +1,4 @@
-"""Rows of a `Buffer` out to, and in from, files other programs know: npz, HDF5, Minari, LeRobot. Trajectories stay whole.
+"""Rows of a `Buffer`, or of a replay buffer, out to, and in from, files others know: npz, HDF5, Minari, LeRobot. Trajectories stay whole.
 
 Each needs its own library (``pip install shmbuf[datasets]``: h5py and minari; ``pip install lerobot`` by itself), imported when it is
 used. No torch here.
@@ -18,6 +18,7 @@ What holds of all of them:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -25,7 +26,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,19 @@ def _library(name: str, how: str) -> Any:
 
 
 # ---- rows out of a buffer, and into one ---------------------------------------------------------------------------
+
+
+def _of_buffers(f: Callable[..., int]) -> Callable[..., int]:
+    """Takes a replay buffer, too: its numpy-level handle."""
+
+    @functools.wraps(f)
+    def run(buf: Any, *args: Any, **how: Any) -> int:
+        under = getattr(buf, "buffer", buf)
+        if not isinstance(under, Buffer):
+            raise TypeError(f"{f.__name__} takes a Buffer or a replay buffer, not {type(buf).__name__}")
+        return f(under, *args, **how)
+
+    return run
 
 
 def _parts(buf: Buffer, incomplete: bool = True) -> Iterator[tuple[bool, dict[Key, np.ndarray]]]:
@@ -151,6 +165,7 @@ def _split(arrays: Mapping[str, np.ndarray], what: str) -> Iterator[dict[Key, np
             yield {k: a[lo:hi] for k, a in columns.items()}
 
 
+@_of_buffers
 def to_npz(buf: Buffer, path: str | os.PathLike) -> int:
     """All rows into one npz file of arrays [n, *shape], named by their keys joined with ``/``; ``__trajectory__`` int64[n] tells which
     trajectory a row is of. A file of that name is replaced. Returns n.
@@ -166,6 +181,7 @@ def to_npz(buf: Buffer, path: str | os.PathLike) -> int:
     return len(columns[_ORDER])
 
 
+@_of_buffers
 def from_npz(buf: Buffer, path: str | os.PathLike) -> int:
     """Put the rows of such a file, or of any npz whose arrays agree in their first dimension (as one trajectory). Returns how many.
 
@@ -182,6 +198,7 @@ def from_npz(buf: Buffer, path: str | os.PathLike) -> int:
     return _put(buf, _split(arrays, what), what)
 
 
+@_of_buffers
 def to_hdf5(buf: Buffer, path: str | os.PathLike) -> int:
     """All rows into an HDF5 file: a data set [n, *shape] per key, nested keys as groups, and ``__trajectory__`` as in `to_npz`. A file of
     that name is replaced. Needs h5py. Returns n.
@@ -197,6 +214,7 @@ def to_hdf5(buf: Buffer, path: str | os.PathLike) -> int:
     return len(columns[_ORDER])
 
 
+@_of_buffers
 def from_hdf5(buf: Buffer, path: str | os.PathLike) -> int:
     """Put the rows of such a file, or of any whose data sets agree in their first dimension (as one trajectory). Needs h5py. Returns how
     many.
@@ -220,6 +238,7 @@ def from_hdf5(buf: Buffer, path: str | os.PathLike) -> int:
 # ---- Minari --------------------------------------------------------------------------------------------------------
 
 
+@_of_buffers
 def to_minari(
     buf: Buffer, dataset_id: str, *, keys: Sequence[Any] | None = None, incomplete: bool = True, **about: Any
 ) -> int:
@@ -362,6 +381,7 @@ def _space(spaces: Any, tree: Any) -> Any:
     return spaces.Box(low, high, tree.shape, dtype.type)
 
 
+@_of_buffers
 def from_minari(buf: Buffer, dataset: Any) -> int:
     """Put the episodes of a Minari data set, or of the one of that id, each as a trajectory. Needs minari. Returns how many rows.
 
@@ -397,6 +417,7 @@ def _each(tree: Any, f: Any) -> Any:
 # ---- LeRobot -------------------------------------------------------------------------------------------------------
 
 
+@_of_buffers
 def to_lerobot(
     buf: Buffer,
     repo_id: str,
@@ -494,6 +515,7 @@ def _feature(c: Column) -> dict[str, Any]:
     return {"dtype": c.numpy, "shape": c.shape or (1,), "names": None}
 
 
+@_of_buffers
 def from_lerobot(
     buf: Buffer, dataset: Any, *, root: str | os.PathLike | None = None, keys: Sequence[str] | None = None
 ) -> int:

@@ -172,7 +172,11 @@ class Trajectories(Reading):
             f"{longest:,} row{'s' * (longest != 1)}, slices of {length:,} were asked for"
             + (f" (after {seconds:g} s)" if seconds else "")
             + f"; {n:,} trajector{'y is' if n == 1 else 'ies are'} stored, {going_on:,} of them open"
-            + ("" if seconds else "; strict=False takes shorter ones whole, timeout= waits")
+            + (
+                ""
+                if seconds
+                else "; strict=False (of a sampler: strict_length=False) takes shorter ones whole, timeout= waits"
+            )
         )
 
     def _slices_lapped(self, length: int) -> Lapped:

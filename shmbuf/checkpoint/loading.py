@@ -158,8 +158,11 @@ class _Load:
 
     def _first_id(self, n: int, skip: int) -> int:
         """As saved, where the slots of all rows can be as they were there; else a first slot."""
-        first = None if self.saved.first_id is None else self.saved.first_id + skip
-        return first if first is not None and (n == self.buf.capacity or first % self.buf.capacity == 0) else 0
+        saved = self.saved
+        if saved.first_id is None:  # TorchRL's: slots, and no ids
+            return saved.first_slot if n == saved.capacity == self.buf.capacity else 0
+        first = saved.first_id + skip
+        return first if n == self.buf.capacity or first % self.buf.capacity == 0 else 0
 
     def _streams(self, skip: int) -> np.ndarray | None:
         """uint64: of each row, with a mark where the beginning of its trajectory is not here: it was not, or does not fit."""

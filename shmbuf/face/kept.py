@@ -144,7 +144,7 @@ class Kept:
     def opened(self, schema: Schema) -> _Opened:
         return _Opened([self._arrays[k] for k in schema.keys])
 
-    def load(self, storage: ShmStorage, slot: int, timeout: float | None) -> _Load:
+    def loading(self, storage: ShmStorage, slot: int, timeout: float | None) -> _Load:
         """Ready to ``run(None)``; nothing is changed yet. slot: of the oldest row, if the rows fill the buffer."""
         buf = storage.buffer
         self.first_id = slot if self.rows == buf.capacity else None

@@ -134,7 +134,7 @@ class State(Writing, Lifetime):
         if n:
             values = {**kept, **{k: sampler.get(k) for k in ("priority", "new_row", "formula")}, "write_count": written}
             saved = Kept(values, self._storage.schema() if self.initialized else None)
-            load = saved.load(self._storage, first, self._timeout(None))
+            load = saved.loading(self._storage, first, self._timeout(None))
         generator = None
         if state_dict["_rng"] is not None:
             numbers, device = state_dict["_rng"]

@@ -13,7 +13,10 @@ Another process: ``TorchRLStorage.open("pong")`` in a replay buffer of its own, 
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf.buffer import Buffer
+from shmbuf.checkpoint import layout
+from shmbuf.checkpoint.snapshot import copy_rows
 from shmbuf.errors import SchemaError
 from shmbuf.samplers import Sampler
+from shmbuf.schema import Schema
 from shmbuf.storage import ShmStorage
 from shmbuf.tensors import as_numpy, plain, tensor_leaves
 
@@ -186,7 +192,11 @@ class TorchRLStorage(Storage):
         return self._cursor() + self.buffer._call("counters")["edited_rows"]
 
     def _bump_mutation_revision(self) -> None:
-        pass
+        """TorchRL's buffer calls it after its `set_`, `set_at_` and `update_`, which have changed the copy that ``storage[:]`` gave."""
+        raise NotImplementedError(
+            f"what a TorchRLStorage gives are copies, so set_, set_at_ and update_ cannot change its rows; nothing was changed. Use "
+            f"rb[index] = rows, or shmbuf.attach({self.name!r}).set_at_(key, value, index)"
+        )
 
     def _cursor(self) -> int:
         return self.buffer._get("window")[2]
@@ -205,14 +215,58 @@ class TorchRLStorage(Storage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Rows of `state_dict`, in place of all that are stored: at their old slots, and as old among each other as they were."""
         kept = state_dict["_storage"]
-        self.buffer.empty()
         if kept is None or not state_dict["_len"]:
+            self.buffer.empty()
             return
         rows: Any = TensorDict({}, []).load_state_dict(kept, strict=False)
-        first = int(state_dict.get("_first", 0))
-        if first and state_dict["_len"] == self.buffer.capacity:  # what lies in front is overwritten by the newest
-            self._append(rows[: first // (self.shape[1:].numel() or 1)], single=False)
+        self._replace(rows, int(state_dict["_len"]), int(state_dict.get("_first", 0)))
+
+    def _replace(self, rows: Any, n: int, first: int) -> None:
+        """By n rows, the oldest first, which comes to slot ``first`` if they fill the buffer."""
+        if n > self.buffer.capacity:
+            raise ValueError(f"{n:,} rows do not fit the capacity of {self.buffer.capacity:,}. Nothing was changed")
+        first = first if n == self.buffer.capacity else 0
+        if self.buffer.schema is None and self.ndim == 1:
+            leaves = {k: plain(k, t) for k, t in tensor_leaves(rows).items() if k != ("index",)}
+            self.buffer._build(Schema.from_leaves(leaves, 1), "the rows", None)
+        if self.buffer.schema is not None:
+            self.buffer._restart(first, write_count=0)
+        elif first:  # what lies in front is overwritten by the newest
+            self._append(rows[: first // self.shape[1:].numel()], single=False)
         self._append(rows, single=False)
+
+    def dumps(self, path: Any) -> None:
+        """The rows into the directory ``path``, as TorchRL's storages lay them out; others may write meanwhile."""
+        if not self.initialized:
+            raise RuntimeError("Cannot save a non-initialized storage.")
+        if self.ndim > 1:
+            raise NotImplementedError("a TorchRLStorage of several dimensions is saved by state_dict()")
+        where, schema = Path(path), self.buffer.schema
+        assert schema is not None
+        if where.exists():
+            shutil.rmtree(where)
+        where.mkdir(parents=True)
+        files = layout.file_keys(schema)
+        layout.write_tensordict_meta(where, files, schema.columns, [self.buffer.capacity])
+        copied = copy_rows(self.buffer, where, files, complete=False, timeout=60.0, tell=lambda *_: None)
+        about = {"len": copied.end - copied.first, "first_slot": copied.first_slot}
+        layout.write_json(where / "storage_metadata.json", {"metadata": {}, "is_pytree": False, **about})
+
+    def loads(self, path: Any) -> None:
+        """Rows of such a directory, of ours or of TorchRL's, in place of all that are stored: at their old slots, where they fill it."""
+        where = Path(path)
+        about = json.loads((where / "storage_metadata.json").read_text())
+        n, first = int(about["len"]), about.get("first_slot")
+        rows: Any = TensorDict.load_memmap(where)
+        if first is None:  # TorchRL's writer says beside it
+            writer = where.parent / "writer/metadata.json"
+            full = n == len(rows) and writer.exists()
+            first = int(json.loads(writer.read_text()).get("cursor", 0)) % n if full and n else 0
+        rows = rows[:n] if n < len(rows) else torch.cat([rows[first:], rows[:first]])
+        if n:
+            self._replace(rows, n, first)
+        else:
+            self.buffer.empty()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"shm": self.shm.buffer}

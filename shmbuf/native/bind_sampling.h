@@ -232,7 +232,7 @@ nb::tuple trajectories(const H &h) {
   if (keeps_links(h)) {
     Ungil gil(true);
     const Window w = window(h->segment());
-    Links links(h->segment().links, h->segment().capacity);
+    const Links links(h->segment().links, h->segment().capacity, &h->segment().control().reserve);
     links.for_each_end(w.lo, w.hi, [&](u64 id) {
       const u64 from = links.first_live(id, w.lo);
       if (from == kNoRow) return;
@@ -269,7 +269,7 @@ nb::tuple list_trajectories(const H &h) {
   if (h->ready() && h->segment().links) {
     Ungil gil(true);
     const Window w = window(h->segment());
-    l = Links(h->segment().links, h->segment().capacity).list(w.lo, w.hi);
+    l = Links(h->segment().links, h->segment().capacity, &h->segment().control().reserve).list(w.lo, w.hi);
     fence(acquire);  // before the next look at `reserve`, as G2
   }
   if (l.offset.empty()) l.offset.push_back(0);

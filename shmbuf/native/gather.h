@@ -55,13 +55,25 @@ class Gather {
   // The rows named by ids. Rows with done[j] != 0 are left alone; done[j] becomes 1 for each that was copied whole. One that is
   // not stored (yet, or any more) keeps 0 and its output bytes are arbitrary. Returns how many are done.
   u64 fetch(u64 n, const u64 *ids, u8 *done) const {
-    Window w = window(s_);
-    for (u64 j = 0; j < n; ++j)
-      if (!done[j] && ids[j] >= w.lo && ids[j] < w.hi) done[j] = kWanted;
-    copy(n, ids, [&](u64 j) {
-      if (done[j] == kWanted) done[j] = 0;
-      return true;
-    }, done);
+    for (int tries = 0; tries < 20; ++tries) {
+      const Window w = window(s_);
+      bool any = false, announced = false;
+      for (u64 j = 0; j < n; ++j) {
+        if (done[j] || ids[j] < w.live_lo || ids[j] >= w.hi) continue;
+        ids[j] >= w.lo ? (done[j] = kWanted, any = true) : announced = true;
+      }
+      if (!any && !announced) break;  // the usual second look: what was rejected is gone
+      if (!any) {  // being overwritten, or a writer has just met a pin, and takes `reserve` back
+        std::this_thread::yield();
+        continue;
+      }
+      copy(n, ids, [&](u64 j) {
+        if (done[j] == kWanted) done[j] = 0;
+        return true;
+      }, done);
+      for (u64 j = 0; j < n; ++j)
+        if (done[j] == kWanted) done[j] = 1;
+    }
     u64 good = 0;
     for (u64 j = 0; j < n; ++j) good += done[j] = done[j] != 0;
     return good;

@@ -205,9 +205,9 @@ class Links {
 
   static u64 bytes(u64 capacity) { return align_up(capacity * sizeof(Link), 128) + align_up(Ends::bytes(capacity), 128); }
   static u64 stream_bytes(u64 entries) { return align_up(entries * sizeof(Stream), 128); }  // entries: a power of two
-  // `memory`: bytes(capacity) of them, aligned to 64.
-  Links(u8 *memory, u64 capacity)
-      : capacity_(capacity), link_(reinterpret_cast<Link *>(memory)), ends_(memory ? memory + align_up(capacity * sizeof(Link), 128) : nullptr, capacity) {}
+  // `memory`: bytes(capacity) of them, aligned to 64. reserve: Control's, for readers beside a writer.
+  Links(u8 *memory, u64 capacity, const u64 *reserve = nullptr)
+      : reserve_(reserve), capacity_(capacity), link_(reinterpret_cast<Link *>(memory)), ends_(memory ? memory + align_up(capacity * sizeof(Link), 128) : nullptr, capacity) {}
 
   // ---- the writer ----
   struct Span {   // of one transaction
@@ -347,13 +347,17 @@ class Links {
   u64 end_at(u64 slot, u64 lo, u64 hi) const {
     Row r{lo - lo % capacity_ + slot, slot};
     if (r.id < lo) r.id += capacity_;
+    return end_before(r, lo, hi);
+  }
+  // The last row before hi of the trajectory of r; kNoRow: it has none there, or it goes on there.
+  u64 end_before(Row r, u64 lo, u64 hi) const {
     for (u32 hops = 0; r.id >= hi; ++hops)
       if (hops == kMaxHops || !(back(r, load(link_[r.slot].jump, relaxed), hi) || back(r, load(link_[r.slot].prev, relaxed), lo))) return kNoRow;
     Row on = r;
     return forward(on, hi) ? kNoRow : r.id;
   }
   // f(id) for every end in the window, in order. One that moves on meanwhile may come twice, but not never: its new bit is set before
-  // the old one is cleared, and looked at later.
+  // the old one is cleared, and looked at later; where it went round into slots that were looked at already, once more.
   template <class F> void for_each_end(u64 lo, u64 hi, F f) const {
     auto found = [&](u64 slot) {
       if (u64 id = end_at(slot, lo, hi); id != kNoRow) f(id);
@@ -361,6 +365,11 @@ class Links {
     u64 from = lo % capacity_;
     ends_.each(from, capacity_, found);
     ends_.each(0, from, found);
+    if (!reserve_) return;
+    auto upto = [&] { return std::min(load(*reserve_, acquire), lo + 2 * capacity_); };  // T1 comes before any bit of its rows
+    for (u64 id = lo + capacity_, end = upto(); id < end; end = ++id == end ? upto() : end)
+      if (ends_.test(id % capacity_))
+        if (u64 e = end_before(row(id), lo, hi); e != kNoRow) f(e);
   }
   struct Listing {
     std::vector<u64> ids, offset;  // trajectory k: ids[offset[k]] to ids[offset[k + 1] - 1], oldest first
@@ -501,6 +510,7 @@ class Links {
     return false;
   }
 
+  const u64 *reserve_;
   u64 capacity_;
   Link *link_;
   Ends ends_;

@@ -91,7 +91,7 @@ struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
 
 template <class Host> class Sampling {
  public:
-  explicit Sampling(Host &host) : h_(host), s_(host.segment()), tree_(s_.tree, s_.capacity), links_(s_.links, s_.links ? s_.capacity : 1) {
+  explicit Sampling(Host &host) : h_(host), s_(host.segment()), tree_(s_.tree, s_.capacity), links_(s_.links, s_.links ? s_.capacity : 1, &s_.control().reserve) {
     if (keeps_priorities()) tree_.keep_max(Formula(words()).live_maximum);
   }
 

@@ -82,7 +82,7 @@ class Writer {
     if (wanted(c)) return true;
     const u64 room = room_hint(s);
     if (const u64 seq = load(c.commit_seq, acquire); load(c.plan_seq, acquire) == seq + 1)
-      return room == Pins::kUnlimited || load(s.block(seq + 1).cursor, relaxed) - load(c.cursor, acquire) <= room;
+      return plan_has_room(s, seq, room);
     bool waits = false;
     for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
       const Slot &slot = s.slot(i);
@@ -100,7 +100,7 @@ class Writer {
     const Control &c = s.control();
     const u64 seq = load(c.commit_seq, acquire), room = room_hint(s);
     if (room == Pins::kUnlimited) return false;
-    if (load(c.plan_seq, acquire) == seq + 1) return load(s.block(seq + 1).cursor, relaxed) - load(c.cursor, acquire) > room;
+    if (load(c.plan_seq, acquire) == seq + 1) return !plan_has_room(s, seq, room);
     for (u32 i = 0, n = s.n_slots(); i < n; ++i) {
       const u64 tail = load(s.slot(i).tail, acquire), head = load(s.slot(i).head_pub, acquire);
       if (tail != head && has_room(s, i, head, room)) return false;
@@ -122,7 +122,11 @@ class Writer {
   }
 
   static u64 room_hint(const Segment &s) { return Pins::hint(s, load(s.control().cursor, acquire)); }
-  // Whether pins let the record at the head of a ring pass. A CLEAR and an EDIT need no room.
+  // Whether pins let the sealed plan, or the record at the head of a ring, pass. A CLEAR and an EDIT need no room.
+  static bool plan_has_room(const Segment &s, u64 seq, u64 room) {
+    const CommitBlock &b = s.block(seq + 1);
+    return room == Pins::kUnlimited || load(b.kind, relaxed) != kPlanRows || load(b.cursor, relaxed) - load(s.control().cursor, acquire) <= room;
+  }
   static bool has_room(const Segment &s, u32 i, u64 head, u64 room) {
     if (room == Pins::kUnlimited) return true;
     const Record &r = record_at(s.ring(i), s.ring_bytes, head);
@@ -277,11 +281,15 @@ class Writer {
   }
   bool run_rows(const CommitBlock &now, const CommitBlock &next) {
     const u64 n = next.cursor - now.cursor, before = load(c_.reserve, relaxed);
+    if (before < next.cursor && pins_.room(now.cursor) < n) {  // not yet announced: readers need not see reserve go up and down
+      FAILPOINT(pin_blocked);
+      pins_.held_up(next.cursor);
+      return false;
+    }
     if (before < next.cursor) store(c_.reserve, next.cursor, relaxed);  // T1, never back once a byte may have been written
     fence(seq_cst);                                                     // pairs with G2 in gather.h
     FAILPOINT(txn_reserved);
     if (pins_.room(now.cursor) < n) {  // it came after the plan: pairs with P1
-      FAILPOINT(pin_blocked);
       if (before < next.cursor) store(c_.reserve, before, relaxed);  // raised by this very call, and nothing written: readers need not wait for the pin
       pins_.held_up(next.cursor);
       return false;

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 pytest.importorskip("torchrl.data")
 from torchrl.data import (
+    LazyTensorStorage,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -225,7 +226,6 @@ def test_wrong_use(made):
         TorchRLStorage(shmbuf.ShmStorage(5), name="x")
     with pytest.raises(TypeError, match=r"one of shmbuf's samplers, not SamplerWithoutReplacement"):
         TorchRLSampler(SamplerWithoutReplacement())
-    from torchrl.data import LazyTensorStorage
 
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(5), sampler=TorchRLSampler(shmbuf.RandomSampler()), batch_size=2
@@ -238,3 +238,37 @@ def test_wrong_use(made):
     with pytest.raises(shmbuf.SchemaError, match="extra"):
         rb.extend(rows(0, 3).set("extra", torch.zeros(3)))
     assert len(rb) == 3 and rb.write_count == 3
+
+
+@pytest.mark.parametrize("n", [7, 23])
+def test_checkpoints_of_torchrls_buffer_over_our_storage(tmp_path, n):
+    """Rows at their slots: into another such buffer, into TorchRL's own storage, and from it."""
+    rb = ReplayBuffer(storage=TorchRLStorage(10), batch_size=4)
+    own = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    for i in range(n):
+        for each in (rb, own):
+            each.extend(TensorDict({"x": torch.tensor([i]), "next": {"r": torch.tensor([i * 0.5])}}, [1]))
+    rb.dumps(tmp_path / "ours"), own.dumps(tmp_path / "theirs")
+    for path in ("ours", "theirs"):
+        for storage in (TorchRLStorage(10), LazyTensorStorage(10)):
+            other = ReplayBuffer(storage=storage, batch_size=4)
+            other.loads(tmp_path / path)
+            assert len(other) == min(n, 10) and (other[:]["x"] == own[:]["x"]).all(), (path, storage)
+            assert (other[:]["next", "r"] == own[:]["next", "r"]).all()
+            assert other.extend(TensorDict({"x": torch.tensor([n]), "next": {"r": torch.zeros(1)}}, [1])).tolist() == [
+                n % 10
+            ]
+    rb.dumps(tmp_path / "ours")  # again
+
+
+def test_what_would_change_copies_says_so():
+    rb = ReplayBuffer(storage=TorchRLStorage(10), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
+    for change in (
+        lambda: rb.set_at_("x", torch.tensor([7]), torch.tensor([0])),
+        lambda: rb.set_("x", torch.zeros(5, dtype=torch.int64)),
+        lambda: rb.update_(TensorDict({"x": torch.zeros(5, dtype=torch.int64)}, [5])),
+    ):
+        with pytest.raises(NotImplementedError, match="nothing was changed"):
+            change()
+    assert rb[:]["x"].tolist() == [0, 1, 2, 3, 4]

@@ -123,7 +123,7 @@ def churn(call):
         with contextlib.suppress(ConcurrentUse): call()
 threads = [threading.Thread(target=churn, args=(c,)) for c in (
     lambda: put(collector, 1, 3), lambda: put(third, 2, 2, wait=True), lambda: learner.draw(100), lambda: own.draw(10),
-    lambda: learner.set_priorities(learner.draw_by_priority(8)[1], 1.5))]
+    lambda: learner.set_priorities(learner.draw_by_priority(8)[1], 2.5))]  # a child may look at these rows, too
 for t in threads: t.start()
 settled, tickets = True, []
 try:

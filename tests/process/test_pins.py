@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, Lapped
+from shmbuf import Buffer, Lapped, RingFull, destroy
 from tests import oracle
 from tests.process import workers
 
@@ -118,3 +118,57 @@ def test_a_dead_pinner_holds_up_nobody_though_only_a_standby_is_left(unique_name
             assert time.monotonic() < deadline, (reader.stats(), reader._handle.pins())
             time.sleep(1e-3)
         assert reader._handle.pins() == []
+
+
+STOPS = """
+import sys
+from shmbuf import Buffer
+from shmbuf._extension import native
+from tests import oracle
+b = Buffer.attach(sys.argv[1])
+native.arm("plan_sealed=stop@1")
+b.extend(oracle.make_rows(7, 0, 40))
+"""
+
+
+def try_again(name: str, stop) -> None:
+    with Buffer.attach(name) as buffer:
+        while not stop.is_set():
+            with contextlib.suppress(RingFull):
+                buffer.empty(timeout=0.01)  # which waits for the plan
+
+
+def test_rows_pinned_after_a_plan_was_sealed_can_be_gathered_though_the_writer_tries_again_and_again(unique_name):
+    with Buffer.create(unique_name, 200, schema=oracle.SCHEMA, drain="caller") as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 200))
+        env = {**os.environ, "SHMBUF_NATIVE": "failpoints"}
+        planner = subprocess.Popen([sys.executable, "-c", STOPS, unique_name], env=env)
+        os.waitid(os.P_PID, planner.pid, os.WSTOPPED | os.WNOWAIT)
+        pin = buffer.pin(seconds=None)
+        planner.kill(), planner.wait()
+        stop = workers.ForkedEvent()
+        pid = workers.fork(try_again, unique_name, stop)
+        try:
+            for _ in range(20_000):
+                buffer.gather(range(pin.first_id, pin.first_id + 16))
+        finally:
+            stop.set()
+            assert os.waitpid(pid, 0)[1] == 0
+        assert len(pin) == 200 and pin.valid
+        pin.release()
+        while buffer.drain():
+            pass
+        assert buffer.window == (40, 240)
+    destroy(unique_name)
+
+
+def test_an_emptying_that_a_dead_planner_sealed_waits_for_no_pin(unique_name):
+    with Buffer.create(unique_name, 200, schema=oracle.SCHEMA, drain="caller") as buffer:
+        buffer.extend(oracle.make_rows(0, 0, 207))
+        code = STOPS[: STOPS.index("native.arm")] + 'native.arm("plan_sealed=kill@1")\nb.empty()\n'
+        env = {**os.environ, "SHMBUF_NATIVE": "failpoints"}
+        done = subprocess.run([sys.executable, "-c", code, unique_name], env=env, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        with contextlib.suppress(Lapped), buffer.pin(seconds=None):
+            assert buffer._handle.runnable and buffer.drain() and len(buffer) == 0
+    destroy(unique_name)

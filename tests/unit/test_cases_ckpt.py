@@ -22,6 +22,7 @@ from shmbuf import (
     TensorDictReplayBuffer,
 )
 from shmbuf.checkpoint import dumps, loads, register_load_hook, register_save_hook
+from shmbuf.transforms import Transform
 
 
 @pytest.fixture
@@ -253,10 +254,16 @@ def test_hooks_see_all_the_data_and_undo_each_other(make_rb, tmp_path):
     assert seen == [(100,)] and numbers(b) == list(range(30)) and numbers(plain) == list(range(1000, 1030))
 
 
-class Transform(torch.nn.Module):
+class Learned(Transform):
     def __init__(self):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(2))
+        self.mean = torch.zeros(2)
+
+    def state_dict(self):
+        return {"mean": self.mean.clone()}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"].clone()
 
 
 class Nasty:
@@ -266,12 +273,13 @@ class Nasty:
 
 def test_the_transform_comes_back_and_runs_no_code(make_rb, tmp_path, capsys):
     a, b = make_rb(), make_rb()
-    a._transform, b._transform = Transform(), Transform()
-    a._transform.mean += 5
+    mine, others = Learned(), Learned()
+    a.append_transform(mine), b.append_transform(others)
+    mine.mean += 5
     a.extend(rows(0, 3))
     dumps(a, tmp_path / "c")
     loads(b, tmp_path / "c")
-    assert b._transform.mean.tolist() == [5, 5]
+    assert others.mean.tolist() == [5, 5]
     b.extend(rows(3, 1))
     (tmp_path / "c/transform.t").write_bytes(pickle.dumps(Nasty()))
     with pytest.raises(shmbuf.CheckpointError, match=r"transform\.t"):

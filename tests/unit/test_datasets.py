@@ -10,6 +10,7 @@ import pytest
 
 from shmbuf import datasets
 from shmbuf.errors import SchemaError
+from tests.unit.helpers import numbers
 from tests.unit.helpers_datasets import NESTED, TED, contents, episode, play
 
 # Minari recommends an author, a description, …
@@ -348,3 +349,16 @@ def test_minari_columns_by_name_and_a_taken_id(make, minari):
         datasets.from_minari(a, "x-v0")
     assert "x-v0" in str(e.value) and a.name in str(e.value) and "'extra' is missing" in str(e.value)
     assert a.window == (0, 15)
+
+
+def test_a_replay_buffer_will_do_and_nothing_else(make, tmp_path):
+    pytest.importorskip("torch")
+    from shmbuf import ReplayBuffer, ShmStorage
+
+    buf = make(10, schema={"k": "int64"})
+    buf.extend({"k": np.arange(5)})
+    rb = ReplayBuffer(storage=ShmStorage.over(buf))
+    assert datasets.to_npz(rb, tmp_path / "x") == 5 and datasets.from_npz(rb, tmp_path / "x") == 5
+    assert numbers(buf) == [*range(5)] * 2
+    with pytest.raises(TypeError, match="to_npz takes a Buffer or a replay buffer, not dict"):
+        datasets.to_npz({}, tmp_path / "x")

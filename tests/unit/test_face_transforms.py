@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 import shmbuf
 from shmbuf import ShmStorage, TensorDictReplayBuffer
@@ -41,21 +40,6 @@ class Dropped(transforms.Transform):
 
 def factory():
     return plus_one
-
-
-def test_the_contract_pages_example():
-    rb = TensorDictReplayBuffer(storage=ShmStorage(10), batch_size=4)
-    data = TensorDict({"a": torch.zeros(10)}, [10])
-
-    def t(data):
-        data += 1
-        return data
-
-    rb.append_transform(t, invert=True)
-    rb.extend(data)
-    assert (data == 1).all()
-    assert (rb[:]["a"] == 1).all()
-    rb.close()
 
 
 def test_forward_on_whatever_is_read(make_rb):

@@ -28,7 +28,7 @@ def test_append_transform():
 
     rb.append_transform(t, invert=True)
     rb.extend(data)
-    assert (data == 1).all()
+    assert (data == 1).all() and (rb[:]["a"] == 1).all()
     rb.close()
 
 
