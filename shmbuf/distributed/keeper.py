@@ -34,13 +34,13 @@ class Recipe(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a segment is. handle: a pickled handle, for processes of that node. timeout: seconds, of the buffer's puts."""
+    """Where a segment is. handle: a pickled handle, for processes of that node. config: the segment's."""
 
     node: str
     segment: str
     cls: type
     handle: bytes
-    timeout: float | None
+    config: dict[str, Any]
 
 
 class Pending(NamedTuple):
@@ -90,7 +90,7 @@ class Keeper:
         """Make the segment, or find it after a restart. Raises what the constructor raises, and StorageLost."""
         rb = self._main()
         handle = pickle.dumps(rb)
-        return Place(self._node, rb.name, type(rb), handle, rb.buffer.config["timeout"])
+        return Place(self._node, rb.name, type(rb), handle, rb.buffer.config)
 
     def _main(self) -> Any:
         with self._lock:

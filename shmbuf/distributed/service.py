@@ -97,6 +97,7 @@ class RayClient:
         self._id = f"{os.getpid()}-{os.urandom(8).hex()}"
         self._pid = os.getpid()
         self._handle: Any = None
+        self._near: bool | None = None
         self._shaky = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,8 +123,10 @@ class RayClient:
     @property
     def local(self) -> Any:
         """This process's own handle, if it is on the segment's node; else None."""
-        if self._handle is None and self._place.node == here():
-            self._handle = pickle.loads(self._place.handle)
+        if self._handle is None and self._near is not False:
+            self._near = self._place.node == here()
+            if self._near:
+                self._handle = pickle.loads(self._place.handle)
         return self._handle
 
     @property
@@ -204,8 +207,9 @@ class RayClient:
 
     def _write(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """In slices, for room in the ring; rows that are in are waited for by their ticket."""
-        timeout = self._place.timeout if keywords.get("timeout") is None else keywords["timeout"]
-        since, done = time.monotonic(), []
+        timeout = self._place.config["timeout"] if keywords.get("timeout") is None else keywords["timeout"]
+        since = time.monotonic()
+        done: list[RemoteTicket] = []
         seconds_of(timeout)
         while True:
             left = left_of(timeout, since)

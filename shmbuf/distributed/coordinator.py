@@ -1,0 +1,319 @@
+"""`Coordinator`: the small actor that knows the shards of one buffer, makes new ones, and leases what its limiter allows.
+
+Nothing that is sampled or stored goes through it. Started again after its death, it takes up the copy of its state that the
+shards hold; handles go on meanwhile with the directory they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+from shmbuf.distributed.directory import Directory, Entry, Routes, Settings, actor, coordinator_name, shard_name
+from shmbuf.distributed.keeper import GROUPS
+from shmbuf.distributed.limiting import Allowance
+from shmbuf.distributed.rays import NAMESPACE, Gone, Silent, alive_nodes, ask, need_ray, on, short
+from shmbuf.distributed.shard import Shard
+from shmbuf.errors import ShmbufError
+
+COORDINATOR_GROUPS = {"asking": 8, "making": 4}
+_TICK = 0.02
+"""Seconds between two looks at what the shards have inserted, with a limiter."""
+_LOOK = 1.0
+"""Seconds between two looks at which nodes are alive."""
+_MAKING = 120.0
+
+
+class Coordinator:
+    def __init__(self, settings: Settings, routes: Routes | None):
+        ray = need_ray()
+        self._settings, self._routes = settings, routes
+        self._directory = Directory()
+        self._lock, self._tables = threading.RLock(), threading.Lock()
+        self._making: dict[str, threading.Lock] = {}
+        self._looked = 0.0
+        self._stopping = threading.Event()
+        batch = settings.batch_size or 1
+        self._allowance = None if settings.limiter is None else Allowance.of(settings.limiter, batch)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._recover()
+        if self._allowance is not None:
+            threading.Thread(target=self._ticking, daemon=True).start()
+
+    # ---- what handles ask -----------------------------------------------------------------------------------------
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def settings(self) -> Settings:
+        return self._settings
+
+    def directory(self, known: int = -1) -> Directory | None:
+        """The directory; None: it is still the one of version ``known``."""
+        self._look_at_nodes()
+        return None if self._directory.version == known else self._directory
+
+    def home(self, node: str) -> int | None:
+        """The shard that processes of that node write to: its own, made if need be; another one where that is not wanted."""
+        self._look_at_nodes()
+        mine = self._directory.on(node)
+        if mine is not None:
+            return mine.number
+        if self._settings.auto_shards:
+            return self.add_shard(node)
+        living = self._directory.living()
+        if not living:
+            return None
+        return living[int(node[-8:], 16) % len(living)].number  # the same for all of a node
+
+    def route(self, env_id: str) -> tuple[int, int] | None:
+        """Shard and stream of an environment; None: nobody routes environments here, or there is no shard."""
+        self._look_at_nodes()
+        if self._routes is None:
+            return None
+        with self._tables:
+            before = len(self._routes.streams)
+            found = self._routes.route(env_id, {s.number for s in self._directory.living()})
+            known = len(self._routes.streams) == before
+        if not known:
+            self._publish()
+        return found
+
+    def shards_of(self, worker: int) -> list[int] | None:
+        if self._routes is None:
+            return None
+        with self._tables:
+            return self._routes.shards_of(worker)
+
+    def lost(self, number: int, why: str) -> Directory:
+        """A handle found that shard dead for good."""
+        self._lose(number, why)
+        return self._directory
+
+    def add_shard(self, node: str) -> int:
+        """The number of the node's shard, made now if it has none. Raises what making it raises."""
+        with self._lock:
+            mine = self._making.setdefault(node, threading.Lock())
+        with mine:
+            found = self._directory.on(node)
+            if found is not None:
+                return found.number
+            with self._lock:
+                number = self._directory.next
+                self._directory = Directory(self._directory.version, number + 1, self._directory.shards)
+            self._add(self._made(number, node))
+        return number
+
+    def add_shards(self, nodes: list[str]) -> Directory:
+        """One on each node, at once. If one cannot be made none is left."""
+        failures: list[BaseException] = []
+
+        def make(node: str) -> None:
+            try:
+                self.add_shard(node)
+            except BaseException as e:
+                failures.append(e)
+
+        threads = [threading.Thread(target=make, args=(node,)) for node in nodes]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if failures:
+            raise failures[0]
+        return self._directory
+
+    def grant(self, n: int, most: int) -> tuple[int, str]:
+        """How many rows may be sampled now, a multiple of n; or 0 and why not. Raises ValueError: so many can never be."""
+        assert self._allowance is not None
+        with self._lock:
+            if not self._allowance.could_ever(n):
+                raise ValueError(
+                    f"a batch of {n:,} can never be sampled: {self._settings.limiter} stops collectors before"
+                )
+            granted = self._allowance.grant(n, most)
+            return granted, "" if granted else self._allowance.why(n)
+
+    def refund(self, n: int) -> None:
+        if self._allowance is not None:
+            with self._lock:
+                self._allowance.refund(n)
+
+    def limits(self) -> dict[str, Any] | None:
+        with self._lock:
+            return None if self._allowance is None else self._allowance.figures()
+
+    def shutdown(self) -> None:
+        """End all shards and remove their segments."""
+        self._stopping.set()
+        ray = need_ray()
+        entries = [s for s in self._directory.shards if s.lost is None]
+        pending = []
+        for entry in entries:
+            with contextlib.suppress(Exception):
+                shard = actor(shard_name(self._settings.name, entry.number))
+                pending.append((shard, shard.destroy.options(concurrency_group="looking").remote()))
+        for shard, ref in pending:
+            with contextlib.suppress(Exception):
+                ask(ref, 30.0)
+            with contextlib.suppress(Exception):
+                ray.kill(shard)
+
+    # ---- shards ---------------------------------------------------------------------------------------------------
+
+    def _made(self, number: int, node: str) -> Entry:
+        ray, settings = need_ray(), self._settings
+        recipe = settings.recipe._replace(name=f"{settings.name}.{number}")
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, **settings.shard_options}
+        fixed: dict[str, Any] = {
+            "name": shard_name(settings.name, number),
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "scheduling_strategy": on(node),
+        }
+        shard = (
+            ray.remote(concurrency_groups=GROUPS, **options)(Shard)
+            .options(**fixed)
+            .remote(recipe, self._allowance is not None and self._allowance.caps_inserts)
+        )
+        try:
+            place = ask(shard.open.options(concurrency_group="looking").remote(), _MAKING)
+        except BaseException as e:
+            with contextlib.suppress(Exception):
+                ask(shard.destroy.options(concurrency_group="looking").remote(), 10.0)
+            with contextlib.suppress(Exception):
+                ray.kill(shard)
+            if isinstance(e, (Gone, Silent)):
+                raise ShmbufError(f"no shard could be made on node {short(node)}: {e}") from e
+            raise
+        return Entry(number, node, place)
+
+    def _add(self, entry: Entry) -> None:
+        with self._lock:
+            self._directory = self._directory.with_(entry)
+            if self._allowance is not None:
+                self._allowance.add(entry.number)
+        if self._routes is not None:
+            with self._tables:
+                self._routes.joined(entry.number, {s.number for s in self._directory.living()} - {entry.number})
+        self._publish()
+
+    def _lose(self, number: int, why: str) -> None:
+        with self._lock:
+            before = self._directory
+            self._directory = before.without(number, why)
+            if self._directory is before:
+                return
+            if self._allowance is not None:
+                self._allowance.lose(number)
+        self._publish()
+
+    def _look_at_nodes(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _LOOK:
+            return
+        self._looked = now
+        alive = set(alive_nodes())
+        for entry in self._directory.living():
+            if entry.node not in alive:
+                self._lose(entry.number, "its node died")
+
+    # ---- what outlives this process -------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        with self._lock, self._tables:
+            return {"directory": self._directory, "routes": self._routes, "allowance": self._allowance}
+
+    def _publish(self) -> None:
+        state = self._state()
+        for entry in self._directory.living():
+            with contextlib.suppress(Exception):
+                shard = actor(shard_name(self._settings.name, entry.number))
+                shard.hold.options(concurrency_group="looking").remote(state)
+
+    def _recover(self) -> None:
+        ray = need_ray()
+        prefix, found = shard_name(self._settings.name, 0)[:-1], []
+        for named in ray.util.list_named_actors(all_namespaces=True):
+            if named["namespace"] == NAMESPACE and named["name"].startswith(prefix):
+                with contextlib.suppress(Exception):
+                    shard = ray.get_actor(named["name"], namespace=NAMESPACE)
+                    found.append(
+                        (
+                            int(named["name"][len(prefix) :]),
+                            shard,
+                            shard.held.options(concurrency_group="looking").remote(),
+                        )
+                    )
+        best: dict[str, Any] | None = None
+        for number, _, ref in found:
+            with contextlib.suppress(Exception):
+                held = ask(ref, 30.0)
+                self._directory = Directory(0, max(self._directory.next, number + 1))
+                if held is not None and (best is None or _newer(held, best)):
+                    best = held
+        if best is not None:
+            kept = best["directory"]
+            self._directory = Directory(kept.version + 1, max(kept.next, self._directory.next), kept.shards)
+            self._routes, self._allowance = best["routes"], best["allowance"]
+        for number, shard, _ in found:  # one that was being added
+            if self._directory.of(number) is None:
+                with contextlib.suppress(Exception):
+                    place = ask(shard.open.options(concurrency_group="looking").remote(), 30.0)
+                    self._add(Entry(number, place.node, place))
+
+    # ---- the limiter ----------------------------------------------------------------------------------------------
+
+    def _ticking(self) -> None:
+        while not self._stopping.wait(_TICK):
+            with contextlib.suppress(Exception):
+                self._tick()
+
+    def _tick(self) -> None:
+        """Hear what was inserted, and move the caps."""
+        allowance, settings = self._allowance, self._settings
+        assert allowance is not None
+        state = self._state()
+        with self._lock:
+            plan = allowance.plan() if allowance.caps_inserts else {}
+            for k, cap in plan.items():
+                if cap > allowance.caps[k]:  # promised from now on, whether the shard hears of it or not
+                    allowance.caps[k] = cap
+            shards = [s.number for s in self._directory.living()]
+        pending = []
+        for k in shards:
+            with contextlib.suppress(ValueError):
+                shard = actor(shard_name(settings.name, k))
+                pending.append((k, shard.cap.options(concurrency_group="looking").remote(plan.get(k, -1), state)))
+        for k, ref in pending:
+            try:
+                rows, waiting = ask(ref, 5.0)
+            except Gone as e:
+                self._lose(k, str(e))
+                continue
+            except Silent:
+                continue
+            with self._lock:
+                if k in plan and k in allowance.caps:
+                    allowance.caps[k] = plan[k]
+                allowance.report(k, rows, waiting)
+
+
+def _newer(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    def key(state: dict[str, Any]) -> tuple[int, int]:
+        return state["directory"].version, state["allowance"].sampled if state["allowance"] is not None else 0
+
+    return key(a) > key(b)
+
+
+def start(settings: Settings, routes: Routes | None) -> Any:
+    """The coordinator of a new buffer. Raises ValueError if there is one of that name."""
+    ray = need_ray()
+    return (
+        ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups=COORDINATOR_GROUPS)(Coordinator)
+        .options(name=coordinator_name(settings.name), namespace=NAMESPACE, lifetime="detached")
+        .remote(settings, routes)
+    )
