@@ -1,4 +1,4 @@
-"""`Coordinator`: the small actor that knows the shards of one buffer, makes new ones, and leases what its limiter allows.
+"""`Coordinator`: the small actor that knows the shards of one buffer, and leases what its limiter allows. It loads no torch.
 
 Nothing that is sampled or stored goes through it. Started again after its death, it takes up the copy of its state that the
 shards hold; handles go on meanwhile with the directory they have.
@@ -13,18 +13,16 @@ import time
 from typing import Any
 
 from shmbuf.distributed.directory import Directory, Entry, Routes, Settings, actor, coordinator_name, shard_name
-from shmbuf.distributed.keeper import GROUPS
 from shmbuf.distributed.limiting import Allowance
-from shmbuf.distributed.rays import NAMESPACE, Gone, Silent, alive_nodes, ask, need_ray, on, short
-from shmbuf.distributed.shard import Shard
-from shmbuf.errors import ShmbufError
+from shmbuf.distributed.rays import NAMESPACE, Gone, Silent, alive_nodes, ask, need_ray
 
-COORDINATOR_GROUPS = {"asking": 8, "making": 4}
+COORDINATOR_GROUPS = {"asking": 8, "ending": 1}
 _TICK = 0.02
 """Seconds between two looks at what the shards have inserted, with a limiter."""
 _LOOK = 1.0
 """Seconds between two looks at which nodes are alive."""
-_MAKING = 120.0
+_MAKING = 150.0
+"""Seconds after which somebody who was to make a shard is taken for dead."""
 
 
 class Coordinator:
@@ -33,7 +31,7 @@ class Coordinator:
         self._settings, self._routes = settings, routes
         self._directory = Directory()
         self._lock, self._tables = threading.RLock(), threading.Lock()
-        self._making: dict[str, threading.Lock] = {}
+        self._making: dict[str, tuple[int, float]] = {}
         self._looked = 0.0
         self._stopping = threading.Event()
         batch = settings.batch_size or 1
@@ -57,15 +55,13 @@ class Coordinator:
         return None if self._directory.version == known else self._directory
 
     def home(self, node: str) -> int | None:
-        """The shard that processes of that node write to: its own, made if need be; another one where that is not wanted."""
+        """The shard that processes of that node write to: its own; another one where it has none and auto_shards is off. None: make one."""
         self._look_at_nodes()
         mine = self._directory.on(node)
         if mine is not None:
             return mine.number
-        if self._settings.auto_shards:
-            return self.add_shard(node)
         living = self._directory.living()
-        if not living:
+        if self._settings.auto_shards or not living:
             return None
         return living[int(node[-8:], 16) % len(living)].number  # the same for all of a node
 
@@ -93,38 +89,40 @@ class Coordinator:
         self._lose(number, why)
         return self._directory
 
-    def add_shard(self, node: str) -> int:
-        """The number of the node's shard, made now if it has none. Raises what making it raises."""
+    def reserve(self, node: str) -> tuple[str, int]:
+        """Of the node's shard: ("there", its number); ("make", the number that the asker is to make it with, and then to say `joined` or
+        `failed`); ("wait", the number with which somebody else makes it)."""
+        self._look_at_nodes()
         with self._lock:
-            mine = self._making.setdefault(node, threading.Lock())
-        with mine:
             found = self._directory.on(node)
             if found is not None:
-                return found.number
-            with self._lock:
-                number = self._directory.next
-                self._directory = Directory(self._directory.version, number + 1, self._directory.shards)
-            self._add(self._made(number, node))
-        return number
+                return "there", found.number
+            now = time.monotonic()
+            number, since = self._making.get(node, (-1, -_MAKING))
+            if now - since < _MAKING:
+                return "wait", number
+            number = self._directory.next
+            self._directory = Directory(self._directory.version, number + 1, self._directory.shards)
+            self._making[node] = number, now
+            return "make", number
 
-    def add_shards(self, nodes: list[str]) -> Directory:
-        """One on each node, at once. If one cannot be made none is left."""
-        failures: list[BaseException] = []
-
-        def make(node: str) -> None:
-            try:
-                self.add_shard(node)
-            except BaseException as e:
-                failures.append(e)
-
-        threads = [threading.Thread(target=make, args=(node,)) for node in nodes]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if failures:
-            raise failures[0]
+    def joined(self, entry: Entry) -> Directory:
+        """That shard is there."""
+        with self._lock:
+            self._making.pop(entry.node, None)
+            self._directory = self._directory.with_(entry)
+            if self._allowance is not None:
+                self._allowance.add(entry.number)
+        if self._routes is not None:
+            with self._tables:
+                self._routes.joined(entry.number, {s.number for s in self._directory.living()} - {entry.number})
+        self._publish()
         return self._directory
+
+    def failed(self, node: str) -> None:
+        """It could not be made."""
+        with self._lock:
+            self._making.pop(node, None)
 
     def grant(self, n: int, most: int) -> tuple[int, str]:
         """How many rows may be sampled now, a multiple of n; or 0 and why not. Raises ValueError: so many can never be."""
@@ -163,43 +161,6 @@ class Coordinator:
                 ray.kill(shard)
 
     # ---- shards ---------------------------------------------------------------------------------------------------
-
-    def _made(self, number: int, node: str) -> Entry:
-        ray, settings = need_ray(), self._settings
-        recipe = settings.recipe._replace(name=f"{settings.name}.{number}")
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, **settings.shard_options}
-        fixed: dict[str, Any] = {
-            "name": shard_name(settings.name, number),
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
-            "scheduling_strategy": on(node),
-        }
-        shard = (
-            ray.remote(concurrency_groups=GROUPS, **options)(Shard)
-            .options(**fixed)
-            .remote(recipe, self._allowance is not None and self._allowance.caps_inserts)
-        )
-        try:
-            place = ask(shard.open.options(concurrency_group="looking").remote(), _MAKING)
-        except BaseException as e:
-            with contextlib.suppress(Exception):
-                ask(shard.destroy.options(concurrency_group="looking").remote(), 10.0)
-            with contextlib.suppress(Exception):
-                ray.kill(shard)
-            if isinstance(e, (Gone, Silent)):
-                raise ShmbufError(f"no shard could be made on node {short(node)}: {e}") from e
-            raise
-        return Entry(number, node, place)
-
-    def _add(self, entry: Entry) -> None:
-        with self._lock:
-            self._directory = self._directory.with_(entry)
-            if self._allowance is not None:
-                self._allowance.add(entry.number)
-        if self._routes is not None:
-            with self._tables:
-                self._routes.joined(entry.number, {s.number for s in self._directory.living()} - {entry.number})
-        self._publish()
 
     def _lose(self, number: int, why: str) -> None:
         with self._lock:
@@ -263,7 +224,7 @@ class Coordinator:
             if self._directory.of(number) is None:
                 with contextlib.suppress(Exception):
                     place = ask(shard.open.options(concurrency_group="looking").remote(), 30.0)
-                    self._add(Entry(number, place.node, place))
+                    self.joined(Entry(number, place.node, place))
 
     # ---- the limiter ----------------------------------------------------------------------------------------------
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shmbuf.distributed.keeper import Place, Recipe
+from shmbuf.distributed.places import Place, Recipe
 from shmbuf.distributed.rays import NAMESPACE, need_ray, short
 from shmbuf.limiter import Words
-from shmbuf.rlightning.table import EpisodeTable
+
+if TYPE_CHECKING:
+    from shmbuf.rlightning.table import EpisodeTable
 
 
 @dataclass(frozen=True)

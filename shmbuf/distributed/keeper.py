@@ -9,46 +9,19 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmbuf import segment
 from shmbuf.attaching import attach
 from shmbuf.distributed.packing import pack, unpack
+from shmbuf.distributed.places import Pending, Place, Recipe, segment_name
 from shmbuf.distributed.rays import here, need_ray, short
 from shmbuf.errors import BufferNotFound, CommitPending, StorageLost
 from shmbuf.storage import ShmStorage
 from shmbuf.ticket import Ticket
 
-GROUPS = {"writing": 4, "reading": 8, "looking": 4}
-"""Threads of the actor: who waits for room in a ring holds up nobody who reads."""
 _MOST_FACES = 100
 """Handles for clients of other nodes; above that the one that was idle longest is closed."""
-
-
-class Recipe(NamedTuple):
-    """How to make a replay buffer on some node: pickled, as Ray sends it."""
-
-    cls: type
-    keywords: dict[str, Any]
-    name: str
-
-
-class Place(NamedTuple):
-    """Where a segment is. handle: a pickled handle, for processes of that node. config: the segment's."""
-
-    node: str
-    segment: str
-    cls: type
-    handle: bytes
-    config: dict[str, Any]
-
-
-class Pending(NamedTuple):
-    """Rows that are in the ring: the number of their ticket, which the actor keeps, how many went in, and of how many."""
-
-    number: int
-    rows: int
-    asked: int
 
 
 def made_of(storage: Any) -> ShmStorage:
@@ -64,11 +37,6 @@ def made_of(storage: Any) -> ShmStorage:
 def renamed(storage: ShmStorage, name: str) -> ShmStorage:
     storage._make["name"] = name
     return storage
-
-
-def segment_name(name: str, node: str) -> str:
-    """The node is in it: nodes that are one machine, in tests, are none to each other."""
-    return segment.check_name(f"{name}.{short(node)}")
 
 
 class Keeper:
@@ -89,8 +57,9 @@ class Keeper:
     def open(self) -> Place:
         """Make the segment, or find it after a restart. Raises what the constructor raises, and StorageLost."""
         rb = self._main()
-        handle = pickle.dumps(rb)
-        return Place(self._node, rb.name, type(rb), handle, rb.buffer.config)
+        from ray import cloudpickle
+
+        return Place(self._node, rb.name, cloudpickle.dumps(type(rb)), cloudpickle.dumps(rb), rb.buffer.config)
 
     def _main(self) -> Any:
         with self._lock:
@@ -102,14 +71,14 @@ class Keeper:
         return segment_name(self._recipe.name, self._node)
 
     def _made(self) -> Any:
-        keywords = dict(self._recipe.keywords)
+        cls, keywords = self._recipe.ingredients()
         storage = renamed(made_of(keywords.pop("storage")), self._name())
-        rb = self._recipe.cls(storage=storage, **keywords)
+        rb = cls(storage=storage, **keywords)
         self._again = True  # another call does not make it anew
         return rb
 
     def _found(self) -> Any:
-        keywords = self._recipe.keywords
+        _, keywords = self._recipe.ingredients()
         ways = {k: keywords[k] for k in ("transform", "transform_factory", "collate_fn", "prefetch") if k in keywords}
         try:
             return attach(self._name(), **ways)
@@ -152,7 +121,9 @@ class Keeper:
             return found[0]
 
     def _another(self, client: Any) -> Any:
-        return pickle.loads(pickle.dumps(self._main()))
+        from ray import cloudpickle
+
+        return pickle.loads(cloudpickle.dumps(self._main()))
 
     def _close(self, client: Any) -> None:
         face, _ = self._faces.pop(client)
@@ -206,11 +177,3 @@ class Keeper:
     def forget(self, client: Any, number: int) -> None:
         """Nobody will wait for that ticket."""
         self._tickets.pop((client, number), None)
-
-
-def unique(name: str | None) -> str:
-    """A name for what has none: one that is collected when nobody is attached any more."""
-    return segment.check_name(name) if name is not None else f"{segment.UNNAMED}ray-{os.urandom(6).hex()}"
-
-
-__all__ = ["GROUPS", "Keeper", "Pending", "Place", "Recipe", "made_of", "segment_name", "unique"]

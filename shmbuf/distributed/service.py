@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmbuf.distributed.keeper import GROUPS, Keeper, Pending, Place, Recipe, made_of, renamed, segment_name, unique
+from shmbuf.distributed.keeper import Keeper, made_of, renamed
 from shmbuf.distributed.packing import pack, unpack
+from shmbuf.distributed.places import GROUPS, Pending, Place, Recipe, segment_name, unique
 from shmbuf.distributed.rays import Gone, Silent, ask, here, lost, need_ray, on, running, short
 from shmbuf.errors import CommitPending, NotEnoughRows, RingFull, StorageLost
 from shmbuf.ticket import left_of, seconds_of
@@ -94,6 +95,7 @@ class RayClient:
 
     def __init__(self, keeper: Any, place: Place):
         self._keeper, self._place = keeper, place
+        self._cls: type = pickle.loads(place.kind)
         self._id = f"{os.getpid()}-{os.urandom(8).hex()}"
         self._pid = os.getpid()
         self._handle: Any = None
@@ -234,7 +236,7 @@ class RayClient:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in _LIFE:
             raise AttributeError(f"{type(self).__name__} has no {name!r}: the buffer's life is its owner's")
-        found = getattr(self._place.cls, name)  # AttributeError: no such name
+        found = getattr(self._cls, name)  # AttributeError: no such name
         if not callable(found):
             local = self.local
             return getattr(local, name) if local is not None else self._ask("get", "looking", name)
@@ -268,7 +270,7 @@ class RayClient:
             yield batch
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, a {self._place.cls.__name__} on node {short(self._place.node)})"
+        return f"{type(self).__name__}({self.name!r}, a {self._cls.__name__} on node {short(self._place.node)})"
 
 
 class _Tickets:
@@ -339,7 +341,7 @@ class RayReplayBuffer(RayClient):
         if not _PLACES & {*(remote_config or {})}:
             config.update(scheduling_strategy=on(here()), max_restarts=-1)
         config.update(remote_config or {})
-        keeper = ray.remote(**config)(Keeper).remote(Recipe(cls, keywords, name))
+        keeper = ray.remote(**config)(Keeper).remote(Recipe.of(cls, keywords, name))
         self._shut = False
         try:
             place = ask(keeper.open.options(concurrency_group="looking").remote())

@@ -10,8 +10,9 @@ import numpy as np
 
 from shmbuf.attaching import attach
 from shmbuf.distributed.drawing import Drawer, Mass
-from shmbuf.distributed.keeper import Keeper, Recipe
+from shmbuf.distributed.keeper import Keeper
 from shmbuf.distributed.packing import pack
+from shmbuf.distributed.places import Recipe
 from shmbuf.limiter import figures
 from shmbuf.samplers import SAMPLERS
 

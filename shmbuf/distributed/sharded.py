@@ -13,8 +13,10 @@ from shmbuf.attaching import positive
 from shmbuf.distributed.coordinator import start
 from shmbuf.distributed.directory import Routes, Settings, actor, coordinator_name
 from shmbuf.distributed.drawing import check_sampler, spec_of
-from shmbuf.distributed.keeper import Recipe, made_of
+from shmbuf.distributed.joining import join_all, patiently
+from shmbuf.distributed.keeper import made_of
 from shmbuf.distributed.limiting import Allowance
+from shmbuf.distributed.places import Recipe
 from shmbuf.distributed.rays import Gone, Silent, alive_nodes, ask, need_ray, running
 from shmbuf.distributed.reading import Reading
 from shmbuf.distributed.writing import Writing
@@ -26,8 +28,6 @@ from shmbuf.rlightning.table import EpisodeTable
 from shmbuf.samplers import SAMPLERS, Sampler
 from shmbuf.schema import as_key
 from shmbuf.segment import check_name
-
-_JOIN = 60.0
 
 
 class ShardedReplayBuffer(Reading, Writing):
@@ -101,7 +101,7 @@ class ShardedReplayBuffer(Reading, Writing):
         keywords.update({k: v for k, v in more.items() if v is not None})
         settings = Settings(
             name=name,
-            recipe=Recipe(TensorDictReplayBuffer, keywords, name),
+            recipe=Recipe.of(TensorDictReplayBuffer, keywords, name),
             sampler=(of_all.name, of_all.arguments()),
             batch_size=size,
             priority_key=as_key(priority_key),
@@ -117,7 +117,7 @@ class ShardedReplayBuffer(Reading, Writing):
                 f"a sharded buffer named {name!r} exists in this cluster: ShardedReplayBuffer.attach({name!r}) ({e})"
             ) from None
         try:
-            directory = ask(coordinator.add_shards.options(concurrency_group="making").remote(chosen))
+            directory = join_all(settings, coordinator, chosen)
         except BaseException as e:
             _end(coordinator)
             if isinstance(e, (Gone, Silent)):
@@ -179,12 +179,14 @@ class ShardedReplayBuffer(Reading, Writing):
             coordinator = actor(coordinator_name(name))
         except ValueError as e:
             raise BufferNotFound(f"no sharded buffer named {name!r} in this Ray cluster") from e
-        settings = _patiently(coordinator, "settings")
-        directory = _patiently(coordinator, "directory")
+        try:
+            settings, directory = (patiently(coordinator, m) for m in ("settings", "directory"))
+        except Gone as e:
+            raise BufferNotFound(f"sharded buffer {name!r} was shut down: {e}") from e
         if batch_size is not None:
             settings = settings._replace(batch_size=positive(batch_size))
         self = cls.__new__(cls)
-        only = None if train_worker is None else _patiently(coordinator, "shards_of", train_worker)
+        only = None if train_worker is None else patiently(coordinator, "shards_of", train_worker)
         if train_worker is not None and only is None:
             raise ValueError(f"train_worker={train_worker}: buffer {name!r} was made without num_train_workers")
         if sampler is None:
@@ -293,25 +295,9 @@ def _attached(cls: type[ShardedReplayBuffer], name: str, ways: dict[str, Any]) -
     return cls.attach(name, sampler=SAMPLERS[kind](**arguments), **ways)
 
 
-def _patiently(coordinator: Any, method: str, *args: Any) -> Any:
-    """Of a coordinator that may be starting again."""
-    import time
-
-    give_up = time.monotonic() + _JOIN
-    while True:
-        try:
-            return ask(getattr(coordinator, method).options(concurrency_group="asking").remote(*args), 10.0)
-        except Silent:
-            if time.monotonic() > give_up:
-                raise ShmbufError(f"the coordinator of the buffer does not answer within {_JOIN:g} s") from None
-            time.sleep(0.2)
-        except Gone as e:
-            raise BufferNotFound(f"the buffer was shut down: {e}") from e
-
-
 def _end(coordinator: Any, timeout: float = 60.0) -> None:
     ray = need_ray()
     with contextlib.suppress(Exception):
-        ask(coordinator.shutdown.options(concurrency_group="making").remote(), timeout)
+        ask(coordinator.shutdown.options(concurrency_group="ending").remote(), timeout)
     with contextlib.suppress(Exception):
         ray.kill(coordinator)

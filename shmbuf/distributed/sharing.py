@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shmbuf.distributed.directory import Directory, Entry, Settings, lost_text
+from shmbuf.distributed.joining import join, patiently
 from shmbuf.distributed.links import Link
 from shmbuf.distributed.rays import Gone, Silent, ask, here, need_ray
 from shmbuf.reading import checked_seed
@@ -144,8 +145,8 @@ class Sharing:
             elif time.monotonic() - self._refreshed > _REFRESH:
                 self._refreshing = self._asking("directory", self._directory.version)
 
-    def _asking(self, method: str, *args: Any, group: str = "asking") -> Any:
-        return getattr(self._coordinator, method).options(concurrency_group=group).remote(*args)
+    def _asking(self, method: str, *args: Any) -> Any:
+        return getattr(self._coordinator, method).options(concurrency_group="asking").remote(*args)
 
     def _take(self, directory: Directory) -> None:
         """A directory that may not know yet what was lost here."""
@@ -215,12 +216,12 @@ class Sharing:
     def add_shard(self, node_id: str | None = None) -> int:
         """The number of that node's shard (default: this node's), which is made if it has none. Raises what making it raises."""
         self._check_open()
-        number = ask(self._asking("add_shard", node_id or self._here, group="making"))
+        number = join(self._settings, self._coordinator, node_id or self._here)
         self._update_directory()
         return number
 
     def _update_directory(self) -> None:
-        found = ask(self._asking("directory", self._directory.version), 10.0)
+        found = patiently(self._coordinator, "directory", self._directory.version)
         if found is not None:
             with self._mutex:
                 self._take(found)

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf import streams
+from shmbuf.distributed.joining import join
 from shmbuf.distributed.links import Link
 from shmbuf.distributed.rays import Gone, Silent, ask
 from shmbuf.distributed.sharing import Sharing
@@ -146,11 +147,12 @@ class Writing(Sharing):
                 return found
             if self._home is None or self._home in self._lost:
                 mine = self._directory.on(self._here)
-                self._home = mine.number if mine is not None else self._from_coordinator("home", self._here)
-                if self._home is None:
+                home = mine.number if mine is not None else self._from_coordinator("home", self._here)
+                if home is None and not self._settings.auto_shards:
                     raise StorageLost(
                         f"all shards of buffer {self.name!r} are lost, and auto_shards is off: add_shard()"
                     )
+                self._home = home if home is not None else join(self._settings, self._coordinator, self._here)
                 self._know(self._home)
             return self._home, None
 
@@ -159,7 +161,7 @@ class Writing(Sharing):
         give_up = time.monotonic() + _HOME
         while True:
             try:
-                return ask(self._asking(method, *args, group="making"), _HOME)
+                return ask(self._asking(method, *args), 10.0)
             except Silent:
                 living = self._directory.living()
                 if method == "home" and living:
