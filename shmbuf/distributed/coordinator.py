@@ -21,6 +21,8 @@ _TICK = 0.02
 """Seconds between two looks at what the shards have inserted, with a limiter."""
 _LOOK = 1.0
 """Seconds between two looks at which nodes are alive."""
+_RECOVERY = 5.0
+"""Seconds for the shards to hand over the state they hold."""
 _MAKING = 150.0
 """Seconds after which somebody who was to make a shard is taken for dead."""
 
@@ -209,11 +211,11 @@ class Coordinator:
                             shard.held.options(concurrency_group="looking").remote(),
                         )
                     )
-        best: dict[str, Any] | None = None
+        best, give_up = None, time.monotonic() + _RECOVERY
         for number, _, ref in found:
-            with contextlib.suppress(Exception):
-                held = ask(ref, 30.0)
-                self._directory = Directory(0, max(self._directory.next, number + 1))
+            self._directory = Directory(0, max(self._directory.next, number + 1))
+            with contextlib.suppress(Exception):  # one that is being started again knows nothing
+                held: dict[str, Any] | None = ask(ref, max(0.0, give_up - time.monotonic()))
                 if held is not None and (best is None or _newer(held, best)):
                     best = held
         if best is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from shmbuf import segment
 from shmbuf.attaching import attach
 from shmbuf.distributed.packing import pack, unpack
-from shmbuf.distributed.places import Pending, Place, Recipe, segment_name
+from shmbuf.distributed.places import Itself, Pending, Place, Recipe, collect, segment_name
 from shmbuf.distributed.rays import here, need_ray, short
 from shmbuf.errors import BufferNotFound, CommitPending, StorageLost
 from shmbuf.storage import ShmStorage
@@ -73,6 +73,7 @@ class Keeper:
     def _made(self) -> Any:
         cls, keywords = self._recipe.ingredients()
         storage = renamed(made_of(keywords.pop("storage")), self._name())
+        collect(self._name())
         rb = cls(storage=storage, **keywords)
         self._again = True  # another call does not make it anew
         return rb
@@ -139,7 +140,7 @@ class Keeper:
     def call(self, client: Any, method: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """A method of the client's handle."""
         value = getattr(self.face(client), method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
-        return None if value is self.face(client) else pack(value)
+        return Itself() if value is self.face(client) else pack(value)
 
     def get(self, client: Any, attribute: str) -> Any:
         return getattr(self.face(client), attribute)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import re
 from typing import Any, NamedTuple
 
 from shmbuf import segment
 from shmbuf.distributed.rays import need_ray, short
+from shmbuf.errors import ShmbufError
+
+_MADE_UP = re.compile(r"ray-[0-9a-f]{12}(\.\d+)?\.[0-9a-f]{12}")
 
 GROUPS = {"writing": 4, "reading": 8, "looking": 4}
 """Threads of an actor that keeps a segment: who waits for room in a ring holds up nobody who reads."""
@@ -40,6 +45,10 @@ class Place(NamedTuple):
     config: dict[str, Any]
 
 
+class Itself(NamedTuple):
+    """A method returned its own buffer."""
+
+
 class Pending(NamedTuple):
     """Rows that are in the ring: the number of their ticket, which the actor keeps, how many went in, and of how many."""
 
@@ -54,5 +63,14 @@ def segment_name(name: str, node: str) -> str:
 
 
 def unique(name: str | None) -> str:
-    """A name for what has none: one that is collected when nobody is attached any more."""
-    return segment.check_name(name) if name is not None else f"{segment.UNNAMED}ray-{os.urandom(6).hex()}"
+    """The name, or one for what has none: see `collect`."""
+    return segment.check_name(name) if name is not None else f"ray-{os.urandom(6).hex()}"
+
+
+def collect(before: str) -> None:
+    """Remove segments that nobody named and nobody is attached to, before one of them is made: their owners were killed."""
+    if _MADE_UP.fullmatch(before):
+        for name in segment.names():
+            if _MADE_UP.fullmatch(name):
+                with contextlib.suppress(ShmbufError, OSError):
+                    segment.destroy(name)

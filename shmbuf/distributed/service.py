@@ -19,7 +19,7 @@ import torch
 
 from shmbuf.distributed.keeper import Keeper, made_of, renamed
 from shmbuf.distributed.packing import pack, unpack
-from shmbuf.distributed.places import GROUPS, Pending, Place, Recipe, segment_name, unique
+from shmbuf.distributed.places import GROUPS, Itself, Pending, Place, Recipe, segment_name, unique
 from shmbuf.distributed.rays import Gone, Silent, ask, here, lost, need_ray, on, running, short
 from shmbuf.errors import CommitPending, NotEnoughRows, RingFull, StorageLost
 from shmbuf.ticket import left_of, seconds_of
@@ -186,7 +186,9 @@ class RayClient:
 
     def _once(self, how: str, group: str, method: str, args: Any, keywords: Mapping[str, Any]) -> Any:
         answer = self._ask(how, group, method, pack(tuple(args)), pack(dict(keywords)))
-        return unpack(answer) if not isinstance(answer, Pending) else answer
+        if isinstance(answer, Itself):
+            return self
+        return answer if isinstance(answer, Pending) else unpack(answer)
 
     def _waiting(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """In slices, for rows that are not there yet."""

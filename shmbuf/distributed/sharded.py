@@ -16,7 +16,7 @@ from shmbuf.distributed.drawing import check_sampler, spec_of
 from shmbuf.distributed.joining import join_all, patiently
 from shmbuf.distributed.keeper import made_of
 from shmbuf.distributed.limiting import Allowance
-from shmbuf.distributed.places import Recipe
+from shmbuf.distributed.places import Recipe, unique
 from shmbuf.distributed.rays import Gone, Silent, alive_nodes, ask, need_ray, running
 from shmbuf.distributed.reading import Reading
 from shmbuf.distributed.writing import Writing
@@ -27,7 +27,6 @@ from shmbuf.replay_buffer import TensorDictReplayBuffer
 from shmbuf.rlightning.table import EpisodeTable
 from shmbuf.samplers import SAMPLERS, Sampler
 from shmbuf.schema import as_key
-from shmbuf.segment import check_name
 
 
 class ShardedReplayBuffer(Reading, Writing):
@@ -84,7 +83,7 @@ class ShardedReplayBuffer(Reading, Writing):
         made = made_of(storage)
         name = made._make["name"]
         unnamed = name is None
-        name = check_name(name or f"sharded-{os.urandom(6).hex()}")
+        name = unique(name)
         if prefetch and size is None:
             raise ValueError("prefetch needs a batch_size: batches of it are drawn ahead")
         if limiter is not None:
