@@ -13,7 +13,6 @@ from shmbuf.distributed.drawing import Drawer, Mass
 from shmbuf.distributed.keeper import Keeper
 from shmbuf.distributed.packing import pack
 from shmbuf.distributed.places import Recipe
-from shmbuf.limiter import figures
 from shmbuf.samplers import SAMPLERS
 
 _UNLIMITED = 1 << 60
@@ -52,9 +51,11 @@ def set_cap(buffer: Any, cap: int | None) -> Report:
 
 
 def report(buffer: Any) -> Report:
-    figure = figures(buffer.limiter_state())
-    rows = buffer._call("counters")["rows_total"] if buffer.schema is not None else 0
-    return Report(rows, bool(figure and figure["collectors_wait"]))
+    if buffer.schema is None:
+        return Report(0, False)
+    counters, state = buffer._call("counters"), buffer.limiter_state()
+    held = state is not None and state["allowance"] == 0
+    return Report(counters["rows_total"], bool(held and counters["ring_used_bytes"]))
 
 
 class Shard(Keeper):
