@@ -14,13 +14,15 @@ from shmbuf.attaching import attach
 from shmbuf.distributed.directory import Entry, actor, shard_name
 from shmbuf.distributed.drawing import NOTHING, Drawer, Mass, Part
 from shmbuf.distributed.packing import unpack
-from shmbuf.distributed.rays import Gone, Silent, ask, here, need_ray
+from shmbuf.distributed.rays import Gone, Silent, ask, check_alive, here, need_ray
 from shmbuf.distributed.service import RayClient
 from shmbuf.errors import NotEnoughRows
 from shmbuf.samplers import SAMPLERS
 
 MOST_UPDATES = 8
 """Priority updates on their way to one shard; one more waits for the oldest."""
+_LOOK = 1.0
+"""Seconds between two looks whether the node of a shard that says nothing is alive."""
 Spec = tuple[str, dict[str, Any], "str | None"]
 
 
@@ -41,6 +43,7 @@ class Link:
         self._drawers: dict[str, Drawer] = {}
         self._updates: deque[tuple[Any, int]] = deque()
         self._ping: Any = None
+        self._looked = 0.0
         self._lock = threading.RLock()
 
     def _call(self, method: str, *args: Any, group: str = "looking") -> Any:
@@ -62,11 +65,15 @@ class Link:
                 return True
             ready, _ = need_ray().wait([self._ping], timeout=0)
             if not ready:
+                if time.monotonic() - self._looked > _LOOK:
+                    self._looked = time.monotonic()
+                    check_alive(self.entry.node)
                 return False
             ping, self._ping = self._ping, None
             try:
                 ask(ping, self.timeout)
             except Silent:
+                check_alive(self.entry.node)
                 self._ping = self._call("pid")
                 return False
             return True

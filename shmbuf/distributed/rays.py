@@ -79,6 +79,12 @@ def ask(ref: Any, timeout: float | None = None) -> Any:
         raise Gone(first_line(error)) from error
 
 
+def check_alive(node: str) -> None:
+    """Raises Gone if Ray knows that node to be dead."""
+    if node not in alive_nodes():
+        raise Gone("its node died")
+
+
 def first_line(error: object) -> str:
     """Of what Ray says, which goes on for long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -20,7 +20,7 @@ import torch
 from shmbuf.distributed.keeper import Keeper, made_of, renamed
 from shmbuf.distributed.packing import pack, unpack
 from shmbuf.distributed.places import GROUPS, Itself, Pending, Place, Recipe, segment_name, unique
-from shmbuf.distributed.rays import Gone, Silent, ask, here, lost, need_ray, on, running, short
+from shmbuf.distributed.rays import Gone, Silent, ask, check_alive, here, lost, need_ray, on, running, short
 from shmbuf.errors import CommitPending, NotEnoughRows, RingFull, StorageLost
 from shmbuf.ticket import left_of, seconds_of
 
@@ -153,6 +153,10 @@ class RayClient:
             raise lost(f"the actor of buffer {self.name!r}", self._place.node, e) from e
         except Silent as e:
             self._shaky = True
+            try:
+                check_alive(self._place.node)
+            except Gone as gone:
+                raise lost(f"the actor of buffer {self.name!r}", self._place.node, gone) from gone
             raise StorageLost(
                 f"the actor of buffer {self.name!r} on node {short(self._place.node)} did not answer: {e}. If it was killed it is started "
                 "again, and rows that were stored are there; whether this call was carried out is not known"
