@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -15,13 +17,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
 WIDTH = 3
+_NOTICES_DEATHS = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
 
 
 class Nodes:
     """A cluster of small nodes, of which the first is this process's."""
 
     def __init__(self, n: int):
-        self._cluster = Cluster(initialize_head=True, head_node_args={**self._small(), "include_dashboard": False})
+        head = {**self._small(), "include_dashboard": False, "_system_config": _NOTICES_DEATHS}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._added: dict[str, Any] = {}
         self.killed: list[str] = []
         for _ in range(n - 1):
@@ -47,7 +51,14 @@ class Nodes:
         return node.node_id
 
     def kill(self, node: str) -> None:
-        self._cluster.remove_node(self._added.pop(node), allow_graceful=False)
+        """As a machine goes: the node, and at the same moment what runs on it."""
+        dying = self._added.pop(node)
+        raylet = dying.all_processes["raylet"][0].process.pid
+        running = psutil.Process(raylet).children(recursive=True)
+        self._cluster.remove_node(dying, allow_graceful=False)
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.killed.append(node)
 
     def run(self, node: str, f: Callable[..., Any], *args: Any) -> Any:
