@@ -21,6 +21,8 @@ _TICK = 0.02
 """Seconds between two looks at what the shards have inserted, with a limiter."""
 _LOOK = 1.0
 """Seconds between two looks at which nodes are alive."""
+_PUBLISH = 5.0
+"""Seconds after which the shards are given the state again."""
 _RECOVERY = 5.0
 """Seconds for the shards to hand over the state they hold."""
 _MAKING = 150.0
@@ -34,7 +36,7 @@ class Coordinator:
         self._directory = Directory()
         self._lock, self._tables = threading.RLock(), threading.Lock()
         self._making: dict[str, tuple[int, float]] = {}
-        self._looked = 0.0
+        self._looked = self._published = 0.0
         self._stopping = threading.Event()
         batch = settings.batch_size or 1
         self._allowance = None if settings.limiter is None else Allowance.of(settings.limiter, batch)
@@ -54,6 +56,8 @@ class Coordinator:
     def directory(self, known: int = -1) -> Directory | None:
         """The directory; None: it is still the one of version ``known``."""
         self._look_at_nodes()
+        if time.monotonic() - self._published > _PUBLISH:  # shards that were started again hold nothing
+            self._publish()
         return None if self._directory.version == known else self._directory
 
     def home(self, node: str) -> int | None:
@@ -115,6 +119,8 @@ class Coordinator:
             self._directory = self._directory.with_(entry)
             if self._allowance is not None:
                 self._allowance.add(entry.number)
+        if self._allowance is None and self._settings.limiter is not None:
+            self._uncap(entry.number)
         if self._routes is not None:
             with self._tables:
                 self._routes.joined(entry.number, {s.number for s in self._directory.living()} - {entry.number})
@@ -128,8 +134,9 @@ class Coordinator:
 
     def grant(self, n: int, most: int) -> tuple[int, str]:
         """How many rows may be sampled now, a multiple of n; or 0 and why not. Raises ValueError: so many can never be."""
-        assert self._allowance is not None
         with self._lock:
+            if self._allowance is None:
+                return most, ""
             if not self._allowance.could_ever(n):
                 raise ValueError(
                     f"a batch of {n:,} can never be sampled: {self._settings.limiter} stops collectors before"
@@ -141,6 +148,20 @@ class Coordinator:
         if self._allowance is not None:
             with self._lock:
                 self._allowance.refund(n)
+
+    def unlimit(self) -> None:
+        """Nothing is limited any more."""
+        with self._lock:
+            self._allowance = None
+            shards = [s.number for s in self._directory.living()]
+        for k in shards:
+            self._uncap(k)
+        self._publish()
+
+    def _uncap(self, number: int) -> None:
+        with contextlib.suppress(Exception):
+            shard = actor(shard_name(self._settings.name, number))
+            ask(shard.cap.options(concurrency_group="looking").remote(None), 10.0)
 
     def limits(self) -> dict[str, Any] | None:
         with self._lock:
@@ -191,7 +212,7 @@ class Coordinator:
             return {"directory": self._directory, "routes": self._routes, "allowance": self._allowance}
 
     def _publish(self) -> None:
-        state = self._state()
+        state, self._published = self._state(), time.monotonic()
         for entry in self._directory.living():
             with contextlib.suppress(Exception):
                 shard = actor(shard_name(self._settings.name, entry.number))
@@ -231,14 +252,15 @@ class Coordinator:
     # ---- the limiter ----------------------------------------------------------------------------------------------
 
     def _ticking(self) -> None:
-        while not self._stopping.wait(_TICK):
+        while not self._stopping.wait(_TICK) and self._allowance is not None:
             with contextlib.suppress(Exception):
                 self._tick()
 
     def _tick(self) -> None:
         """Hear what was inserted, and move the caps."""
         allowance, settings = self._allowance, self._settings
-        assert allowance is not None
+        if allowance is None:
+            return
         state = self._state()
         with self._lock:
             plan = allowance.plan() if allowance.caps_inserts else {}
@@ -263,6 +285,9 @@ class Coordinator:
                 if k in plan and k in allowance.caps:
                     allowance.caps[k] = plan[k]
                 allowance.report(k, rows, waiting)
+        if self._allowance is None:  # meanwhile
+            for k in plan:
+                self._uncap(k)
 
 
 def _newer(a: dict[str, Any], b: dict[str, Any]) -> bool:

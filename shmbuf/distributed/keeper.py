@@ -20,6 +20,7 @@ from shmbuf.errors import BufferNotFound, CommitPending, StorageLost
 from shmbuf.storage import ShmStorage
 from shmbuf.ticket import Ticket
 
+_MOST_TICKETS = 10_000
 _MOST_FACES = 100
 """Handles for clients of other nodes; above that the one that was idle longest is closed."""
 
@@ -139,7 +140,10 @@ class Keeper:
 
     def call(self, client: Any, method: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """A method of the client's handle."""
-        value = getattr(self.face(client), method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
+        try:
+            value = getattr(self.face(client), method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
+        except CommitPending as e:  # its ticket stays here
+            raise CommitPending(str(e), None, e.rows) from None
         return Itself() if value is self.face(client) else pack(value)
 
     def get(self, client: Any, attribute: str) -> Any:
@@ -153,28 +157,28 @@ class Keeper:
         except CommitPending as e:
             if e.ticket is None:
                 raise
-            return self._kept(client, e.ticket)
-        return self._kept(client, value) if isinstance(value, Ticket) else pack(value)
+            return self._kept(client, e.ticket, e.ticket._native.asked)
+        return self._kept(client, value, value.rows) if isinstance(value, Ticket) else pack(value)
 
-    def _kept(self, client: Any, ticket: Ticket) -> Pending:
+    def _kept(self, client: Any, ticket: Ticket, asked: int) -> Pending:
         number = next(self._numbers)
-        self._tickets[client, number] = ticket
-        return Pending(number, ticket.rows, ticket._native.asked)
+        with self._lock:
+            self._tickets[client, number] = ticket
+            if len(self._tickets) > _MOST_TICKETS:
+                del self._tickets[next(iter(self._tickets))]
+        return Pending(number, ticket.rows, asked)
 
     def ticket(self, client: Any, number: int, timeout: float) -> Any:
-        """None: not yet. Raises StorageLost after a restart of this actor."""
+        """None: not yet. Raises StorageLost if it is not known here."""
         ticket = self._tickets.get((client, number))
         if ticket is None:
             raise StorageLost(
-                "the actor that put these rows was started again: they are stored, their indices are not known any more"
+                "the actor that put these rows was started again, or was given too many others since: the rows are stored, their indices "
+                "are not known any more"
             )
         try:
             indices = ticket.wait(timeout)
         except CommitPending:
             return None
-        del self._tickets[client, number]
-        return indices
-
-    def forget(self, client: Any, number: int) -> None:
-        """Nobody will wait for that ticket."""
         self._tickets.pop((client, number), None)
+        return indices

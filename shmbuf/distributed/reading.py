@@ -118,7 +118,7 @@ class Reading(Sharing):
                         raise
                     time.sleep(_PAUSE)
         except BaseException:
-            self._credit += n
+            self._give(n)
             raise
         td, info = self._finished(td)
         return (td, info) if return_info or include_info else td
@@ -262,18 +262,18 @@ class Reading(Sharing):
             try:
                 return self._begin(n, fresh=False)
             except BaseException:
-                self._credit += n
+                self._give(n)
                 raise
 
         def finish(drawing: _Drawing) -> tuple[Any, dict[Any, Any]]:
             try:
                 return self._finished(self._complete(drawing))
             except BaseException:
-                self._credit += n
+                self._give(n)
                 raise
 
         def refund(drawing: Any) -> None:
-            self._credit += n
+            self._give(n)
 
         self._ahead = Prefetcher(depth, draw, finish, lambda: self._sampler, refund)
 
@@ -320,6 +320,11 @@ class Reading(Sharing):
                 raise NotEnoughRows(f"the limiter of buffer {self.name!r} lets no batch of {n:,} be sampled: {why}")
             time.sleep(_PAUSE)
 
+    def _give(self, n: int) -> None:
+        """n rows that were permitted are not drawn."""
+        with self._mutex:
+            self._credit += n
+
     def _refund(self) -> None:
         """Give back what was granted and not used."""
         with self._mutex:
@@ -352,12 +357,7 @@ class Reading(Sharing):
             priority = priority if reduce is None else reduce(priority, len(ids))
             priority = (priority.float() if priority.dtype is torch.bfloat16 else priority).numpy()
         p = as_priorities(priority, len(ids))
-        bad = np.flatnonzero(~(np.isfinite(p) & (p >= 0)))
-        if len(bad):
-            raise ValueError(
-                f"priorities[{bad[0]}] = {p[bad[0]]!r}: a priority is a finite number ≥ 0 (of a signed error give its absolute value). "
-                "Nothing was changed"
-            )
+        self._check_priorities(p)
         unknown = set(np.unique(shards).tolist()) - {s.number for s in self._directory.shards}
         if unknown:
             raise IndexError(
@@ -373,6 +373,27 @@ class Reading(Sharing):
             except Gone as e:
                 self._dropped += int(mine.sum())
                 self._lose(k, str(e))
+
+    def _check_priorities(self, p: np.ndarray) -> None:
+        """Here, as shards of other nodes are not waited for."""
+        kind, arguments = self._settings.sampler
+        if "alpha" not in arguments and not isinstance(self._sampler, PrioritizedSampler):
+            raise RuntimeError(f"buffer {self.name!r} keeps no priorities: it was made with sampler {kind!r}")
+        bad, why = (
+            ~(np.isfinite(p) & (p >= 0)),
+            "a priority is a finite number ≥ 0 (of a signed error give its absolute value)",
+        )
+        if not bad.any():
+            formula = self._sampler.arguments() if "alpha" not in arguments else arguments
+            with np.errstate(all="ignore"):
+                leaves = ((p.astype(np.float64) + formula["eps"]) ** formula["alpha"]).astype(np.float32)
+            bad, why = (
+                ~np.isfinite(leaves),
+                f"(priority + eps) ** alpha, alpha={formula['alpha']:g}, leaves the range of float32",
+            )
+        if bad.any():
+            j = int(np.flatnonzero(bad)[0])
+            raise ValueError(f"priorities[{j}] = {float(p[j])!r}: {why}. Nothing was changed")
 
     _dropped = 0
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import pickle
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,8 +40,6 @@ class RemoteTicket:
     def __init__(self, client: RayClient, pending: Pending):
         self._client, self._pending = client, pending
         self._indices: torch.Tensor | None = None
-        self._finalizer = weakref.finalize(self, _forget, client._keeper, client._id, pending.number)
-        self._finalizer.atexit = False
 
     @property
     def rows(self) -> int:
@@ -62,7 +59,6 @@ class RemoteTicket:
             found = self._client._ask("ticket", "writing", self._pending.number, once)
             if found is not None:
                 self._indices = found
-                self._finalizer.detach()
             elif left is not None and left <= once:
                 raise CommitPending(
                     f"{self.rows:,} rows are in the ring of buffer {self._client.name!r} but not committed after {seconds:.3g} s: it will "
@@ -75,12 +71,6 @@ class RemoteTicket:
 
     def __repr__(self) -> str:
         return f"RemoteTicket({self.rows} rows, {'done' if self._indices is not None else 'pending'})"
-
-
-def _forget(keeper: Any, client: str, number: int) -> None:
-    with contextlib.suppress(Exception):
-        if need_ray().is_initialized():
-            keeper.forget.remote(client, number)
 
 
 class RayClient:
@@ -169,14 +159,10 @@ class RayClient:
             try:
                 self._ask("pid", "looking", of_client=False)
                 return
-            except StorageLost:
-                if not self._shaky or time.monotonic() > give_up:
+            except StorageLost as e:
+                if isinstance(e.__cause__, Gone) or time.monotonic() > give_up:
                     raise
-                self._keeper_pause()
-
-    @staticmethod
-    def _keeper_pause() -> None:
-        time.sleep(0.2)
+                time.sleep(0.2)
 
     def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
         local = self.local

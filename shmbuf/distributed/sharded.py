@@ -279,6 +279,13 @@ class ShardedReplayBuffer(Reading, Writing):
         self._use_sampler(check_sampler(sampler))
         return before
 
+    def set_limiter(self, limiter: None) -> None:
+        """None: nothing is limited from now on, for everybody; at the end of a run collectors would wait for samplers for ever.
+        ValueError: another limiter, which only the constructor takes."""
+        if limiter is not None:
+            raise ValueError(f"{limiter}: the limiter of all shards is the constructor's; only None may be set later")
+        patiently(self._coordinator, "unlimit")
+
     @property
     def service_backend(self) -> str:
         return "ray"

@@ -93,6 +93,13 @@ def test_the_ratio_holds_over_all_shards_whoever_dies(cluster, buffer_name):
     for _ in range(40):
         rb.sample(timeout=60)
     assert within(rb, 2)[0] > before
+    # and at the end of a run nothing is limited
+    with pytest.raises(ValueError, match="constructor's"):
+        rb.set_limiter(MinSize(1))
+    rb.set_limiter(None)
+    stored = rb.write_count
+    until(lambda: rb.write_count > stored + 4 * HIGH)
+    assert len(rb.sample()) == BATCH
     rb.shutdown()
 
 

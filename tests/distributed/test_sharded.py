@@ -186,6 +186,7 @@ def test_errors_change_nothing(cluster, rb):
     ids = dict(shard=batch["shard"], row_id=batch["row_id"])
     for error, text, call in (
         (ValueError, "nan", lambda: rb.update_priority(None, torch.full((8,), float("nan")), **ids)),
+        (ValueError, "float32", lambda: rb.update_priority(None, 1e300, **ids)),
         (ValueError, "-1", lambda: rb.update_priority(None, -1.0, **ids)),
         (ValueError, "2 shards for 1 row ids", lambda: rb.update_priority(None, 1.0, shard=[0, 1], row_id=[0])),
         (IndexError, "shard 9", lambda: rb.update_priority(None, 1.0, shard=[9], row_id=[0])),
