@@ -60,7 +60,8 @@ class Keeper:
         rb = self._main()
         from ray import cloudpickle
 
-        return Place(self._node, rb.name, cloudpickle.dumps(type(rb)), cloudpickle.dumps(rb), rb.buffer.config)
+        depth = 0 if rb._ahead is None else rb._ahead.depth
+        return Place(self._node, rb.name, cloudpickle.dumps(type(rb)), cloudpickle.dumps(rb), rb.buffer.config, depth)
 
     def _main(self) -> Any:
         with self._lock:

@@ -36,13 +36,15 @@ class Recipe(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a segment is. kind: the pickled class; handle: a pickled handle, for processes of that node; config: the segment's."""
+    """Where a segment is. kind: the pickled class; handle: a pickled handle, for processes of that node; config: the segment's;
+    prefetch: so many batches are asked for ahead by clients of other nodes."""
 
     node: str
     segment: str
     kind: bytes
     handle: bytes
     config: dict[str, Any]
+    prefetch: int = 0
 
 
 class Itself(NamedTuple):

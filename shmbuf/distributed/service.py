@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,20 @@ _ANSWER = 60.0
 """Seconds, beyond what the call itself may wait, until an actor that says nothing is given up."""
 _WAITS = frozenset({"sample", "next", "wait_rows"})
 _WRITES = frozenset({"extend", "put", "add"})
+_LOOKS = frozenset(
+    {
+        "__len__",
+        "__getitem__",
+        "sample",
+        "stats",
+        "extend",
+        "put",
+        "add",
+        "update_priority",
+        "update_tensordict_priority",
+    }
+)
+"""Calls after which batches that were drawn ahead are still given out."""
 _PLACES = frozenset({"scheduling_strategy", "resources", "num_gpus", "label_selector", "accelerator_type"})
 """Options with one of these say where the actor is to be."""
 _LIFE = frozenset({"client", "clients", "close", "destroy", "shutdown", "start"})
@@ -91,6 +106,8 @@ class RayClient:
         self._handle: Any = None
         self._near: bool | None = None
         self._shaky = False
+        self._methods: dict[tuple[str, str], Any] = {}
+        self._coming: deque[Any] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayClient, (self._keeper, self._place)
@@ -133,12 +150,10 @@ class RayClient:
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, group: str, *args: Any, of_client: bool = True) -> Any:
-        call = getattr(self._keeper, method).options(concurrency_group=group)
         if self._shaky and method != "pid":  # so that what changes something is sent to an actor that is there
             self._wait_for_actor()
         try:
-            answer = ask(call.remote(self._id, *args) if of_client else call.remote(*args), _ANSWER)
-            self._shaky = False
+            return self._answer(self._send(method, group, *((self._id, *args) if of_client else args)))
         except Gone as e:
             raise lost(f"the actor of buffer {self.name!r}", self._place.node, e) from e
         except Silent as e:
@@ -151,6 +166,16 @@ class RayClient:
                 f"the actor of buffer {self.name!r} on node {short(self._place.node)} did not answer: {e}. If it was killed it is started "
                 "again, and rows that were stored are there; whether this call was carried out is not known"
             ) from e
+
+    def _send(self, method: str, group: str, *args: Any) -> Any:
+        call = self._methods.get((method, group))
+        if call is None:
+            call = self._methods[method, group] = getattr(self._keeper, method).options(concurrency_group=group)
+        return call.remote(*args)
+
+    def _answer(self, ref: Any) -> Any:
+        answer = ask(ref, _ANSWER)
+        self._shaky = False
         return answer
 
     def _wait_for_actor(self) -> None:
@@ -168,6 +193,12 @@ class RayClient:
         local = self.local
         if local is not None:
             return getattr(local, method)(*args, **keywords)
+        if method == "sample" and self._place.prefetch and not args and not keywords:
+            batch = self._taken()
+            if batch is not None:
+                return batch
+        elif method not in _LOOKS:
+            self._coming.clear()  # what was asked for before is not what would be drawn now
         if method in _WAITS:
             return self._waiting(method, args, keywords)
         if method in _WRITES:
@@ -179,6 +210,16 @@ class RayClient:
         if isinstance(answer, Itself):
             return self
         return answer if isinstance(answer, Pending) else unpack(answer)
+
+    def _taken(self) -> Any:
+        """The next of the batches that were asked for ahead. None: there is none; the long way says why."""
+        while len(self._coming) <= self._place.prefetch:
+            self._coming.append(self._send("call", "reading", self._id, "sample", (), {}))
+        try:
+            return unpack(self._answer(self._coming.popleft()))
+        except (NotEnoughRows, Gone, Silent):
+            self._coming.clear()
+            return None
 
     def _waiting(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """In slices, for rows that are not there yet."""

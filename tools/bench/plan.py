@@ -45,7 +45,10 @@ READERS = (1, 2, 4, 8)
 # Beside rlightning's storage: a call of another process, as an actor's is one.
 CALL = "call of a process"
 # Over two Ray nodes, ours first: on the buffer's node, across nodes, out of two shards; beside an actor that is called for each step.
-RAY_FACES = (peers.OURS, "local", "shmbuf across", "shmbuf shards", "shmbuf shards ahead", "torchrl")
+RAY_FACES = (
+    *(peers.OURS, "local", "shmbuf across", "shmbuf across, ahead", "shmbuf shards", "shmbuf shards ahead"),
+    *("torchrl", "torchrl ahead"),
+)
 ACTOR = "Ray actor call"
 UPDATED = (10_000, 100_000, 1_000_000)
 # Rows stored and capacity: 10 million rows with ten times the room would take all of a small machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     from ray.cluster_utils import Cluster
 
     torch.set_num_threads(1)
+    # Long turns: what is ready because somebody else had his turn does not count.
+    settings = replace(settings, turn_seconds=0.3, turns=max(3, settings.turns // 8))
     node = {"num_cpus": 1, "object_store_memory": 300 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     other = cluster.add_node(**node).node_id
@@ -83,17 +86,22 @@ def _direct(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Cal
     return rb.sample, lambda: rb.destroy(force=True)
 
 
-def _service(name: str, node: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+def _service(name: str, node: str, rows: Any, prefetch: int = 0) -> tuple[Callable[[], object], Callable[[], object]]:
     import shmbuf
 
     rb = shmbuf.TensorDictReplayBuffer(
         storage=shmbuf.ShmStorage(len(rows), name=name),
         batch_size=BATCH,
+        prefetch=prefetch,
         service_backend="ray",
         service_backend_options={"remote_config": _there(node)},
     )
     rb.extend(rows)
     return rb.sample, rb.shutdown
+
+
+def _ahead(name: str, node: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    return _service(name, node, rows, 3)
 
 
 def _near(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -115,7 +123,13 @@ def _shards(prefetch: int) -> Callable[..., tuple[Callable[[], object], Callable
     return make
 
 
-def _torchrl(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+def _torchrl_ahead(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    return _torchrl(name, other, rows, 3)
+
+
+def _torchrl(
+    name: str, other: str, rows: Any, prefetch: int | None = None
+) -> tuple[Callable[[], object], Callable[[], object]]:
     from functools import partial
 
     from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
@@ -124,6 +138,7 @@ def _torchrl(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Ca
         replay_buffer_cls=TensorDictReplayBuffer,
         storage=partial(LazyTensorStorage, len(rows)),
         batch_size=BATCH,
+        prefetch=prefetch,
         remote_config=_there(other),
         ray_init_config={},
     )
@@ -138,7 +153,7 @@ def _step() -> dict[str, np.ndarray]:
 
 
 def _put(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Into this node's shard, until the step can be drawn."""
+    """Into this node's shard, as collectors put: the ring is full all the time, so it is what storing a step takes."""
     from tensordict import TensorDict
 
     import shmbuf
@@ -148,7 +163,7 @@ def _put(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callab
     step = TensorDict({k: torch.from_numpy(v) for k, v in _step().items()}, [ENVIRONMENTS])
     for _ in range(30):  # the memory is touched
         rb.extend(step)
-    return lambda: rb.extend(step), rb.shutdown
+    return lambda: rb.put(step), rb.shutdown
 
 
 class _Storage:
@@ -177,9 +192,11 @@ _CALLS = {
     ("sample", "local"): _direct,
     ("sample", OURS): _near,
     ("sample", "shmbuf across"): _service,
+    ("sample", "shmbuf across, ahead"): _ahead,
     ("sample", "shmbuf shards"): _shards(0),
     ("sample", "shmbuf shards ahead"): _shards(3),
     ("sample", "torchrl"): _torchrl,
+    ("sample", "torchrl ahead"): _torchrl_ahead,
     ("step", OURS): _put,
     ("step", ACTOR): _actor,
 }
