@@ -16,7 +16,7 @@ from shmbuf.attaching import attach
 from shmbuf.distributed.packing import pack, unpack
 from shmbuf.distributed.places import Itself, Pending, Place, Recipe, collect, segment_name
 from shmbuf.distributed.rays import here, need_ray, short
-from shmbuf.errors import BufferNotFound, CommitPending, StorageLost
+from shmbuf.errors import BufferNotFound, CommitPending, NotEnoughRows, StorageLost
 from shmbuf.storage import ShmStorage
 from shmbuf.ticket import Ticket
 
@@ -146,6 +146,18 @@ class Keeper:
         except CommitPending as e:  # its ticket stays here
             raise CommitPending(str(e), None, e.rows) from None
         return Itself() if value is self.face(client) else pack(value)
+
+    def samples(self, client: Any, n: int) -> list[Any]:
+        """n batches; fewer if there are no more. Raises what the first one raises."""
+        face, out = self.face(client), []
+        for _ in range(n):
+            try:
+                out.append(pack(face.sample()))
+            except NotEnoughRows:
+                if not out:
+                    raise
+                break
+        return out
 
     def get(self, client: Any, attribute: str) -> Any:
         return getattr(self.face(client), attribute)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shmbuf.distributed.keeper import Keeper, made_of, renamed
-from shmbuf.distributed.packing import pack, unpack
+from shmbuf.distributed.packing import Packed, pack, unpack
 from shmbuf.distributed.places import GROUPS, Itself, Pending, Place, Recipe, segment_name, unique
 from shmbuf.distributed.rays import Gone, Silent, ask, check_alive, here, lost, need_ray, on, running, short
 from shmbuf.errors import CommitPending, NotEnoughRows, RingFull, StorageLost
@@ -30,6 +30,9 @@ _ANSWER = 60.0
 """Seconds, beyond what the call itself may wait, until an actor that says nothing is given up."""
 _WAITS = frozenset({"sample", "next", "wait_rows"})
 _WRITES = frozenset({"extend", "put", "add"})
+_HOT = ("sample", "extend", "put", "update_priority", "update_tensordict_priority")
+_INLINE = 96 << 10
+"""Bytes of an answer that Ray sends along with it; a larger one takes a way several times as long."""
 _LOOKS = frozenset(
     {
         "__len__",
@@ -107,7 +110,9 @@ class RayClient:
         self._near: bool | None = None
         self._shaky = False
         self._methods: dict[tuple[str, str], Any] = {}
-        self._coming: deque[Any] = deque()
+        self._coming: deque[Any] = deque()  # answers on their way, of some batches each
+        self._here: deque[Any] = deque()
+        self._batch_bytes = _INLINE
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayClient, (self._keeper, self._place)
@@ -136,6 +141,7 @@ class RayClient:
             self._near = self._place.node == here()
             if self._near:
                 self._handle = pickle.loads(self._place.handle)
+                vars(self).update({name: getattr(self._handle, name) for name in _HOT})  # found without __getattr__
         return self._handle
 
     @property
@@ -198,6 +204,7 @@ class RayClient:
             if batch is not None:
                 return batch
         elif method not in _LOOKS:
+            self._here.clear()
             self._coming.clear()  # what was asked for before is not what would be drawn now
         if method in _WAITS:
             return self._waiting(method, args, keywords)
@@ -213,13 +220,18 @@ class RayClient:
 
     def _taken(self) -> Any:
         """The next of the batches that were asked for ahead. None: there is none; the long way says why."""
-        while len(self._coming) <= self._place.prefetch:
-            self._coming.append(self._send("call", "reading", self._id, "sample", (), {}))
-        try:
-            return unpack(self._answer(self._coming.popleft()))
-        except (NotEnoughRows, Gone, Silent):
-            self._coming.clear()
-            return None
+        together = max(1, min(self._place.prefetch, _INLINE // max(1, self._batch_bytes)))
+        while len(self._coming) * together <= self._place.prefetch:
+            self._coming.append(self._send("samples", "reading", self._id, together))
+        if not self._here:
+            try:
+                self._here.extend(self._answer(self._coming.popleft()))
+            except (NotEnoughRows, Gone, Silent):
+                self._coming.clear()
+                return None
+        packed = self._here.popleft()
+        self._batch_bytes = len(packed.data) if isinstance(packed, Packed) else _INLINE
+        return unpack(packed)
 
     def _waiting(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """In slices, for rows that are not there yet."""
@@ -419,6 +431,8 @@ class RayReplayBuffer(RayClient):
             return
         self._shut = True
         handle, self._handle = self._handle, None
+        for name in _HOT:
+            vars(self).pop(name, None)
         if handle is not None:
             handle._end_threads()
             handle.buffer.close()

@@ -29,7 +29,7 @@ class Nodes:
 
     def __init__(self, n: int):
         head = {**self._small(), "include_dashboard": False, "_system_config": _NOTICES_DEATHS}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
         self._added: dict[str, Any] = {}
         self.killed: list[str] = []
         for _ in range(n - 1):
@@ -50,7 +50,7 @@ class Nodes:
         return [self.here, *self.others]
 
     def add(self) -> str:
-        node = self._cluster.add_node(**self._small())
+        node = started(lambda: self._cluster.add_node(**self._small()))
         self._added[node.node_id] = node
         return node.node_id
 
@@ -76,6 +76,17 @@ class Nodes:
     def stop(self) -> None:
         ray.shutdown()
         self._cluster.shutdown()
+
+
+def started(start: Callable[[], Any]) -> Any:
+    """Ray gives a node 30 s, which on a busy machine is not enough at times."""
+    for _ in range(2):
+        try:
+            return start()
+        except Exception as e:
+            if "timed out during startup" not in str(e):
+                raise
+    return start()
 
 
 def there(node: str) -> NodeAffinitySchedulingStrategy:

@@ -130,6 +130,22 @@ def test_errors_of_the_actor_are_our_own(far):
         far.sample(timeout=1.2)
 
 
+def test_a_client_of_another_node_asks_ahead(cluster, buffer_name):
+    with make(buffer_name, cluster.others[0], prefetch=3) as rb:
+        with pytest.raises(NotEnoughRows):
+            rb.sample()
+        rb.extend(rows(0, 20))
+        for _ in range(15):
+            batch = rb.sample()
+            assert len(batch) == 8 and whole(batch)
+        assert rb._coming and rb.local is None
+        rb.empty()
+        with pytest.raises(NotEnoughRows):
+            until(lambda: rb.sample() is None)
+        rb.extend(rows(100, 3))
+        assert set(rb.sample()["k"].tolist()) <= {100, 101, 102}, "what was drawn before is forgotten"
+
+
 def late(client):
     client.extend(rows(0, 3))
 
