@@ -294,3 +294,42 @@ def test_a_writer_that_ranks_rows_says_what_rows_it_takes(name):
                 call()
         assert len(rb) == 0
     shmbuf.destroy(name, force=True)
+
+
+class Doubled(torch.nn.Module):
+    """Stored as twice what was given."""
+
+    def forward(self, x):
+        return x
+
+    def inv(self, x):
+        self.seen = x
+        return double(x)
+
+
+def double(x):
+    if isinstance(x, dict):
+        return {k: double(v) for k, v in x.items()}
+    if isinstance(x, Pair):
+        return Pair(*map(double, x))
+    return type(x)(map(double, x)) if isinstance(x, (list, tuple)) else x * 2
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_transforms_change_a_list_of_rows_as_they_do_a_batch(rb, name, form):
+    batch = BATCHES[form]
+    rb.append_transform(Doubled())
+    rb.extend([item(batch, i) for i in range(3)])
+    rb.extend(batch)
+    first, second = (shmbuf.attach(name)[part] for part in (slice(0, 3), slice(3, 6)))
+    assert equal_all(first, double(batch)) and equal_all(second, double(batch))
+
+
+def test_transforms_are_given_a_list_of_python_values_as_it_is(rb):
+    rb.append_transform(twice := Doubled())
+    rb.extend(["a", "b"])
+    assert twice.seen == ["a", "b"] and rb[:] == ["aa", "bb"]
+
+
+def equal_all(a, b) -> bool:
+    return all(equal(item(a, i), item(b, i)) for i in range(3))
