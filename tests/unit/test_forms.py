@@ -62,7 +62,7 @@ def equal(a, b) -> bool:
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a.dtype == b.dtype and (a == b).all())
+    return a == b if isinstance(a, str) else bool(a.dtype == b.dtype and (a == b).all())
 
 
 @pytest.mark.parametrize("form", BATCHES)
@@ -294,6 +294,32 @@ def test_a_writer_that_ranks_rows_says_what_rows_it_takes(name):
                 call()
         assert len(rb) == 0
     shmbuf.destroy(name, force=True)
+
+
+@pytest.mark.parametrize(
+    ("example", "longer"),
+    [
+        (["x" * 300], "y" * 1000),
+        ([{"text": "x" * 300, "n": torch.zeros(2)}], {"text": "y" * 1000, "n": torch.ones(2)}),
+        ([("x" * 300, np.zeros(2))], ("y" * 1000, np.ones(2))),
+    ],
+)
+def test_an_example_says_the_form_of_rows_and_how_long_values_may_be(name, example, longer):
+    with ReplayBuffer(storage=ShmStorage(50, name=name, example=example), batch_size=2) as rb:
+        rb.extend([longer])
+        other = shmbuf.attach(name)
+        other.extend([longer] * 2)
+        assert len(rb) == 3 and equal(rb[2], longer)
+        with pytest.raises(SchemaError, match="rows are a tensor"):
+            rb.extend(torch.zeros(3))
+
+
+@pytest.mark.parametrize("example", [[], [1, torch.zeros(2)], "text", 3])
+def test_an_example_that_is_no_rows_is_refused(name, example):
+    with pytest.raises(SchemaError, match="example=|item 1"):
+        ReplayBuffer(storage=ShmStorage(50, name=name, example=example), batch_size=2)
+    with pytest.raises(shmbuf.BufferNotFound):
+        shmbuf.attach(name)
 
 
 class Doubled(torch.nn.Module):
