@@ -316,7 +316,7 @@ def test_an_example_says_the_form_of_rows_and_how_long_values_may_be(name, examp
 
 @pytest.mark.parametrize("example", [[], [1, torch.zeros(2)], "text", 3])
 def test_an_example_that_is_no_rows_is_refused(name, example):
-    with pytest.raises(SchemaError, match="example=|item 1"):
+    with pytest.raises(SchemaError, match=r"example=|item 1"):
         ReplayBuffer(storage=ShmStorage(50, name=name, example=example), batch_size=2)
     with pytest.raises(shmbuf.BufferNotFound):
         shmbuf.attach(name)
