@@ -217,13 +217,19 @@ class Writing(Transforming, Priorities):
         if storage.ndim > 1 and not inner:
             (td, inner), single = cells(td, single, storage.ndim, storage.time_dim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
-        if self._lock.acquire(False):  # the usual case, without the cost of a context manager
-            try:
+        lock = self._lock
+        mine = lock._is_owned()
+        try:  # the usual case, without the cost of a context manager; see `_alone`
+            if mine or lock.acquire(False):
                 ticket = storage.put(td, wake, timeout, single, key, stream, priorities, inner)
-            finally:
-                self._lock.release()
-            if not wait:
-                return ticket
+        finally:
+            if not mine:
+                try:  # noqa: SIM105
+                    lock.release()
+                except RuntimeError:
+                    pass
+        if ticket is not None and not wait:
+            return ticket
         timeout = self._timeout(timeout)
         if ticket is None:
             with self._alone(timeout):
