@@ -202,7 +202,7 @@ class _Copy:
 
     def _beginnings(self) -> np.ndarray:
         """int64: the first stored rows of trajectories that have nothing missing before them, sorted."""
-        _, first, _, flags = (np.asarray(a, np.int64) for a in self.buf._call("trajectories"))
+        _, first, _, flags = self.buf.spans()
         return np.sort(first[flags & 1 == 0])
 
 
