@@ -75,8 +75,8 @@ def torch_dtype(c: Column) -> torch.dtype:
     return dtype
 
 
-def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
-    columns = schema.native(dtypes)
+def of_tensors(columns: Any, dtypes: list[torch.dtype]) -> Any:
+    """Columns for the core, which then takes tensors of these dtypes."""
     columns.set_tensor_type(torch.Tensor)
     if _EXCHANGE is not None:
         columns.set_exchange(_EXCHANGE, [torch.empty(1, dtype=d) for d in dtypes])
@@ -223,7 +223,7 @@ class ShmStorage(Cells):
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
         self._dtypes = [torch_dtype(c) for c in schema.columns]
-        self._columns = _tensor_columns(schema, self._dtypes)
+        self._columns = of_tensors(schema.native(self._dtypes), self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *_NUMBERS))
         self._weighted_tree = tree_of((*schema.keys, *_NUMBERS, ("priority_weight",)))
@@ -231,9 +231,11 @@ class ShmStorage(Cells):
         self._shadowed = any(k in _NUMBERS for k in schema.keys)
         if not self._shadowed:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
-            self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
+            dtypes = [*self._dtypes, torch.int64, torch.int64]
+            self._out_columns = of_tensors(self._out_schema.native(dtypes), dtypes)
         self.presents = Presenting.of(schema)
         self._direct = self.presents is None and self.ndim == 1
+        self.one: dict[Any, Any] = {}  # by key, for edits
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
