@@ -120,7 +120,7 @@ template <class Host> class Sampling {
     return out;
   }
   u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done) {
-    return Gather(s_, columns, n_columns).fetch(n, ids, done);
+    return fetch_in_parts(s_, columns, n_columns, n, ids, done);
   }
 
   // ---- the limiter ----
