@@ -126,7 +126,11 @@ class Keeper:
     def _another(self, client: Any) -> Any:
         from ray import cloudpickle
 
-        return pickle.loads(cloudpickle.dumps(self._main()))
+        face = pickle.loads(cloudpickle.dumps(self._main()))
+        if face._ahead is not None:  # the client asks ahead
+            face._ahead.close()
+            face._ahead = None
+        return face
 
     def _close(self, client: Any) -> None:
         face, _ = self._faces.pop(client)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,23 +25,23 @@ class Packed(NamedTuple):
     data: np.ndarray
 
 
-def layout(specs: list[tuple[Key, torch.dtype, tuple[int, ...]]]) -> tuple[tuple[Any, ...], int]:
+@functools.lru_cache(256)
+def layout(specs: tuple[tuple[Key, torch.dtype, torch.Size], ...]) -> tuple[tuple[Any, ...], int]:
     """Where leaves of these keys, dtypes and shapes lie, and how many bytes that takes."""
     at, leaves = 0, []
     for key, dtype, shape in specs:
         leaves.append((key, str(dtype).removeprefix("torch."), tuple(shape), at))
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        at += -(-nbytes // _ALIGNED) * _ALIGNED
+        at += -(-dtype.itemsize * math.prod(shape) // _ALIGNED) * _ALIGNED
     return tuple(leaves), at
 
 
-def views(leaves: tuple[Any, ...], data: torch.Tensor) -> list[torch.Tensor]:
+def views(leaves: tuple[Any, ...], data: np.ndarray) -> list[torch.Tensor]:
     """The leaves in these bytes."""
     out = []
     for _, name, shape, at in leaves:
-        dtype = getattr(torch, name)
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        out.append(data[at : at + nbytes].view(dtype).view(shape))
+        dtype, n = getattr(torch, name), math.prod(shape)
+        t = torch.frombuffer(data, dtype=dtype, count=n, offset=at) if n else torch.empty(0, dtype=dtype)
+        out.append(t if len(shape) == 1 else t.view(shape))
     return out
 
 
@@ -66,11 +68,11 @@ def pack(value: Any) -> Any:
     )
     if not plain or not found:
         return value.cpu()
-    leaves, nbytes = layout([(k, t.dtype, tuple(t.shape)) for k, t in found.items()])
-    data = torch.empty(nbytes, dtype=torch.uint8)
+    leaves, nbytes = layout(tuple([(k, t.dtype, t.shape) for k, t in found.items()]))
+    data = np.empty(nbytes, np.uint8)
     for view, t in zip(views(leaves, data), found.values(), strict=True):
         view.copy_(t.detach())
-    return Packed(leaves, tuple(value.batch_size), data.numpy())
+    return Packed(leaves, tuple(value.batch_size), data)
 
 
 class _Writable:
@@ -81,19 +83,21 @@ class _Writable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
 
 
-def bytes_of(data: np.ndarray, copy: bool) -> torch.Tensor:
-    """uint8[n]. Not copied: valid as long as it lives, and not to be written to."""
-    if copy or not len(data):
-        return torch.from_numpy(data.copy())
-    return torch.from_numpy(np.asarray(_Writable(data)))
+def bytes_of(data: np.ndarray, copy: bool) -> np.ndarray:
+    """Not copied: valid as long as it lives, and not to be written to."""
+    return data.copy() if copy or not len(data) else np.asarray(_Writable(data))
+
+
+@functools.lru_cache(256)
+def _tree(leaves: tuple[Any, ...]) -> Any:
+    return tree_of(tuple(k for k, *_ in leaves))
 
 
 def unpack(value: Any, copy: bool = True) -> Any:
     """The inverse of `pack`. copy=False: tensors to look at, in memory that others share."""
     if isinstance(value, Packed):
         leaves = views(value.leaves, bytes_of(value.data, copy))
-        tree = tree_of(tuple(k for k, *_ in value.leaves))
-        return make_tensordict(tree, leaves, torch.Size(value.batch))
+        return make_tensordict(_tree(value.leaves), leaves, torch.Size(value.batch))
     if type(value) is tuple:
         return tuple(unpack(v, copy) for v in value)
     if type(value) is list:
