@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.errors import Lapped, SchemaError
-from shmbuf.forms import Rows, show
+from shmbuf.forms import Rows, show, take_items
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.packed import bound_of, fill
@@ -44,6 +44,26 @@ def _check_names(schema: Schema) -> None:
             )
 
 
+def _schema_of(example: TensorDictBase | Mapping | list) -> Schema:
+    form, lead, values = None, 0, {}
+    if isinstance(example, list) and example:
+        form, leaves, _ = take_items(example)
+        lead, values = 1, {k: v for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
+    elif isinstance(example, TensorDictBase):
+        lead = int(example.batch_dims > 0)
+        leaves = tensor_leaves(example, others=values)
+    elif isinstance(example, Mapping):
+        leaves = flatten(example)
+    else:
+        raise SchemaError(
+            f"example={example!r:.80}: a TensorDict, a mapping of arrays, or a list of rows that is not empty"
+        )
+    arrays = {k: v if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in leaves.items() if k not in values}
+    columns = [*Schema.from_leaves(arrays, lead).columns] if arrays else []
+    columns += [Column(k, PACKED, (bound_of(pack_all(k, v if lead else [v])),)) for k, v in values.items()]
+    return Schema(columns, form)
+
+
 def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
@@ -69,8 +89,8 @@ class ShmStorage(Cells):
     Args:
         max_size: capacity in rows.
         name: 1 to 100 characters of ``A-Za-z0-9._-``; None: unnamed, ends with the process that made it.
-        schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch whose first row is taken). With neither,
-            the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
+        schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch) or, for a `ReplayBuffer`, a list of rows as
+            `extend` takes it (``["x" * 300]``: strings up to four times that long). With neither, the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
             and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
         device: ``"cpu"``.
         ndim: of the storage; with 2, rows are the cells of [time, lane], and `extend` takes [B, T]. ``len`` and ``write_count`` count cells
@@ -87,7 +107,7 @@ class ShmStorage(Cells):
         *,
         name: str | None = None,
         schema: Mapping | Schema | None = None,
-        example: TensorDictBase | Mapping | None = None,
+        example: TensorDictBase | Mapping | list | None = None,
         device: Any = "cpu",
         ndim: int = 1,
         batch_shape: int | tuple[int, ...] | None = None,
@@ -149,16 +169,7 @@ class ShmStorage(Cells):
             make = dict(self._make)
             example = make.pop("example")
             if example is not None:
-                batched = isinstance(example, TensorDictBase) and example.batch_dims > 0
-                values: dict[Key, Any] = {}
-                leaves = (
-                    tensor_leaves(example, others=values) if isinstance(example, TensorDictBase) else flatten(example)
-                )
-                arrays = {k: v if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in leaves.items()}
-                columns = [*Schema.from_leaves(arrays, int(batched)).columns] if arrays else []
-                for k, v in values.items():
-                    columns.append(Column(k, PACKED, (bound_of(pack_all(k, v if batched else [v])),)))
-                shown = Schema(columns)
+                shown = _schema_of(example)
                 if make["schema"] is not None:
                     given = make["schema"]
                     make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)

@@ -176,6 +176,10 @@ class Editing(Transforming):
         slots, shape = self._slots(index)
         if self._touched and (rows := self._inverted(rows)) is None:
             return
+        if not is_tensor_collection(rows):
+            raise SchemaError(
+                f"the transforms made {type(rows).__name__} of the rows, a TensorDict is needed. Nothing was changed."
+            )
         if tuple(rows.batch_size) not in (shape, ()):
             raise RuntimeError(
                 f"rows of batch size {list(rows.batch_size)} for an index of shape {list(shape)}. Nothing was changed."

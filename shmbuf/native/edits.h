@@ -13,7 +13,7 @@
 // An edit that is for older versions only is compared by the writer, while it plans: a row that is not older loses its id in the record
 // before the plan is sealed, so that every redo, and every reader, passes over it.
 //
-// tests/models/edit.pml: -DNORAISE, -DNOSTRIPE, -DEVENEARLY and -DHALF each return a row that never was.
+// tests/models/edit.pml: -DNORAISE, -DNOSTRIPE, -DEVENEARLY, -DHALF and -DMARKLATE each return a row that never was.
 #pragma once
 #include "ring.h"
 

@@ -92,7 +92,7 @@ WRONG = [
     (lambda rb: rb.set_at_("obs", torch.zeros(2, 4).double(), [0, 1]), SchemaError, "expected float32, got float64"),
     (lambda rb: rb.set_at_("k", 0.5, [0]), SchemaError, "expected int64"),
     (lambda rb: rb.set_at_("k", 0, 10), IndexError, "10"),
-    (lambda rb: rb.set_at_("k", 0, torch.ones(9, dtype=torch.bool)), IndexError, ""),
+    (lambda rb: rb.set_at_("k", 0, torch.ones(9, dtype=torch.bool)), IndexError, r"mask of shape \[9\]: 10 rows"),
     (lambda rb: rb.set_at_("k", 0, True), IndexError, "bool"),
     (lambda rb: rb.__setitem__(0, 5), SchemaError, "not int"),
     (lambda rb: rb.__setitem__(0, rows(0, None).exclude("k")), SchemaError, "'k' is missing"),
@@ -505,3 +505,14 @@ def test_a_plain_tensor_and_what_it_means_otherwise_are_written_alike(make_rb):
     assert not rb._set_plain("obs", obs[:1], None, torch.tensor([17])), "not stored yet"
     with pytest.raises(IndexError, match=r"17.*no such row"):
         rb.set_at_("obs", obs[:1], None, row_id=torch.tensor([17]))
+
+
+@pytest.mark.parametrize("made", [3, "rows", [1], {"k": 1}])
+def test_an_inverse_transform_that_makes_no_rows_is_named(made):
+    with TensorDictReplayBuffer(storage=ShmStorage(10, drain="caller")) as rb:
+        rb.extend(TensorDict({"k": torch.arange(3)}, [3]))
+        rb.append_transform(lambda td: made, invert=True)
+        for change in (lambda: rb.__setitem__(slice(0, 2), rb[:2]), lambda: rb.write_all(rb[:2])):
+            with pytest.raises(SchemaError, match=f"made {type(made).__name__} of the rows"):
+                change()
+        assert rb["k"].tolist() == [0, 1, 2]
