@@ -394,18 +394,17 @@ class ShmStorage(Cells):
             self._prepare(schema)
         return schema
 
-    def _fresh(self, n: int, pin: bool) -> list[torch.Tensor]:
-        """Uninitialised [n, *shape] tensors: the columns, then int64 index and row_id."""
+    def _fresh(self, n: int, pin: bool, weighted: bool = False) -> list[torch.Tensor]:
+        """Uninitialised [n, *shape] tensors: the columns, then int64 index and row_id; weighted: and a float32."""
+        numbers = [((), torch.int64), ((), torch.int64), ((), torch.float32)]
         if pin:
-            return [
-                torch.empty((n, *s), dtype=d, pin_memory=True)
-                for s, d in [*self._specs, ((), torch.int64), ((), torch.int64)]
-            ]
+            specs = [*self._specs, *(numbers if weighted else numbers[:2])]
+            return [torch.empty((n, *s), dtype=d, pin_memory=True) for s, d in specs]
         kept = self._templates  # threads may sample different sizes at once
         if kept[0] != n:  # empty_like of a kept tensor is the fastest way to a fresh one
-            numbers = torch.empty(n, dtype=torch.int64)
-            self._templates = kept = (n, [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [numbers, numbers])
-        return [torch.empty_like(t) for t in kept[1]]
+            self._templates = kept = (n, [torch.empty((n, *s), dtype=d) for s, d in [*self._specs, *numbers]])
+        fresh = kept[1] if weighted else kept[1][:-1]
+        return [torch.empty_like(t) for t in fresh]
 
     def draw(
         self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False
@@ -452,14 +451,12 @@ class ShmStorage(Cells):
         buffer = self.buffer
         timeout = buffer._wait_schema(timeout)
         self.schema()
-        leaves = self._fresh(n, pin)
-        weights = torch.empty(n, dtype=torch.float32, pin_memory=pin)
-        *columns, ids, slots = map(_ADDRESS, leaves)
-        seconds = seconds_of(timeout)
+        leaves = self._fresh(n, pin, True)
+        *columns, ids, slots, weights = map(_ADDRESS, leaves)
         buffer.draw_by_priority_into(
-            self._columns, columns, n, ids, slots, weights.data_ptr(), beta, stratified, normalize, seconds
+            self._columns, columns, n, ids, slots, weights, beta, stratified, normalize, seconds_of(timeout)
         )
-        td = make_tensordict(self._weighted_tree, [*leaves, weights], torch.Size((n,)))
+        td = make_tensordict(self._weighted_tree, leaves, torch.Size((n,)))
         return td if out is None else self._copy_into(out, td)
 
     @staticmethod

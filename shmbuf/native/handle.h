@@ -485,6 +485,7 @@ class Handle {
     std::lock_guard<std::mutex> guard(mutex_);
     Registry registry(s_, lock_fd_);
     u32 index = 0;
+    if (!registry.any_free()) registry.sweep(slot_);  // a ring that was closed is taken before a new one, also where no thread sweeps
     auto got = registry.claim_slot(me_, index);
     // The dead and the closed hold slots until these are drained and swept, perhaps by somebody who is at it just now.
     for (int tries = 0; got == Registry::Claim::none_free && tries < 500 && (tries < 20 || registry.any_without_owner(slot_)); ++tries) {

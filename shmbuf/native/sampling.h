@@ -66,7 +66,7 @@ struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
   u64 of;
   bool stratified;
   u64 operator()(u64 from, u64 k, u64 *ids) {
-    constexpr u64 kAtOnce = 64;
+    constexpr u64 kAtOnce = 256;
     double u[kAtOnce];
     for (u64 b = 0; b < k; b += kAtOnce) {
       const u64 m = std::min(kAtOnce, k - b);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from shmbuf import ShmStorage, TensorDictReplayBuffer
+from tests.process import interrupts
 from tests.process.interrupts import at_point
 
 
@@ -44,3 +46,41 @@ def test_no_thread_is_locked_out(through, what):
                 rb._lock.release()
             rb.extend(rows(1))
         assert n > 20 and not locked
+
+
+def within(seconds: float, call) -> list:
+    """What a call in another thread returned; [] if it does not end."""
+    done: list = []
+    other = threading.Thread(target=lambda: done.append(call()), daemon=True)
+    other.start()
+    other.join(seconds)
+    return done
+
+
+@pytest.mark.parametrize("what", ["sample", "iterate", "first sample"])
+def test_who_draws_ahead_is_neither_stopped_nor_kept_from_ending(what, monkeypatch):
+    waits = (threading.__file__, concurrent.futures.thread.__file__, concurrent.futures._base.__file__)
+    monkeypatch.setattr(interrupts, "HOME", (interrupts.HOME, *waits))  # what shmbuf waits by is Python, too
+
+    def made() -> TensorDictReplayBuffer:
+        rb = TensorDictReplayBuffer(storage=ShmStorage(100, drain="caller"), batch_size=4, prefetch=2)
+        rb.extend(rows(50))
+        return rb
+
+    rb, n, hung = made(), 0, []
+    while True:
+        n += 1
+        call = (lambda rb=rb: next(iter(rb))) if what == "iterate" else rb.sample
+        where, error = at_point(n, call, "")
+        if not where:
+            break
+        error = None  # noqa: F841
+        if not within(20, rb.sample):
+            hung.append(where)
+        if what == "first sample" or hung:
+            if not within(20, lambda rb=rb: rb.close() or True):
+                hung.append(f"close() after {where}")
+            rb = made()
+        assert len(hung) < 3, hung
+    assert within(20, lambda: rb.close() or True) and n > 20 and not hung
+    assert not [t for t in threading.enumerate() if t.name.startswith("shmbuf-draw")]
