@@ -221,3 +221,10 @@ def surroundings() -> str:
             if attribute("INTEGRATED", device):
                 seen.append(f"{device.name} is an integrated GPU (Tegra), which has no CUDA IPC")
     return "; ".join(seen)
+
+
+def current_index() -> int:
+    """The device that is this thread's current one, as torch has set it; 0 if there is none."""
+    d = bindings()
+    status, found = d.cuCtxGetCurrent()
+    return int(call("cuCtxGetDevice")) if not int(status) and int(found) else 0

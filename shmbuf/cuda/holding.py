@@ -143,10 +143,7 @@ def take(name: str, handle: Any) -> Hold:
     device = driver.by_uuid(told["uuid"], what)
     with _lock:
         mapped = _known.get(instance) if told["kind"] == VMM else None
-        if mapped is not None and mapped.retain():
-            hold = Hold(mapped, instance)
-        else:
-            hold = None
+        hold = Hold(mapped, instance) if mapped is not None and mapped.retain() else None
     if hold is None:
         offer = sharing.ask(handle, what)
         if (offer.kind, offer.uuid, offer.bytes) != (told["kind"], told["uuid"], told["bytes"]):

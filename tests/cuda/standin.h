@@ -37,6 +37,7 @@ namespace {
 enum : int {
   OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+  MISALIGNED = 716,
   NOT_SUPPORTED = 801
 };
 struct Word { int code; const char *name, *text; };
@@ -54,6 +55,7 @@ constexpr Word kWords[] = {
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped"},
     {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
+    {MISALIGNED, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 };
 
@@ -273,23 +275,35 @@ int finish(int status, Stream *s) {
 using Parameters = std::vector<std::vector<u8>>;
 template <class T> T parameter(const Parameters &p, size_t i) { T v; memcpy(&v, p[i].data(), sizeof v); return v; }
 
-struct GatherColumn { u64 offset, bytes, out; };
-// rows, row_bytes, capacity, ids, n, n_columns, columns: for each id its row's columns, packed
-void gather(const Parameters &p) {
-  const auto *rows = parameter<const u8 *>(p, 0);
-  const u64 row_bytes = parameter<u64>(p, 1), capacity = parameter<u64>(p, 2);
-  const auto *ids = parameter<const u64 *>(p, 3);
-  const u64 n = parameter<u64>(p, 4);
-  const u32 n_columns = parameter<u32>(p, 5);
-  const auto *columns = parameter<const GatherColumn *>(p, 6);
-  if (!mapping_of(u64(rows), row_bytes * capacity)) return fail_later(ILLEGAL_ADDRESS);
-  for (u64 i = 0; i < n; ++i)
-    for (u32 c = 0; c < n_columns; ++c)
-      memcpy(reinterpret_cast<u8 *>(columns[c].out) + i * columns[c].bytes, rows + ids[i] % capacity * row_bytes + columns[c].offset, columns[c].bytes);
+struct KernelColumn { u64 address; u32 offset, chunks, shift, stride, first_block, spare; };
+struct KernelMove {
+  u64 base, at, mask, slots, places, row_bytes;
+  u32 n, n_columns;
+  KernelColumn column[64];
+};
+// As shmbuf/native/kernels.h says. What a device would not do with a word that is not aligned, is not done here.
+void move_rows(const Parameters &p, bool gather) {
+  const auto m = parameter<KernelMove>(p, 0);
+  for (u32 c = 0; c < m.n_columns; ++c) {
+    const KernelColumn &at = m.column[c];
+    for (u32 j = 0; j < m.n; ++j) {
+      const u64 row = m.slots ? reinterpret_cast<const u32 *>(m.slots)[j] * m.row_bytes : m.at + j * m.row_bytes;
+      const u64 place = m.places ? reinterpret_cast<const u32 *>(m.places)[j] : j, width = 1ull << at.shift;
+      for (u32 k = 0; k < at.chunks; ++k) {
+        const u64 mine = m.base + ((row + at.offset + k * width) & m.mask), other = at.address + place * at.stride + k * width;
+        if (mine % width || other % width) return fail_later(MISALIGNED);
+        if (!mapping_of(mine, width)) return fail_later(ILLEGAL_ADDRESS);
+        memcpy(reinterpret_cast<void *>(gather ? other : mine), reinterpret_cast<void *>(gather ? mine : other), width);
+      }
+    }
+  }
 }
+void gather(const Parameters &p) { move_rows(p, true); }
+void scatter(const Parameters &p) { move_rows(p, false); }
 struct Kernel { const char *name; std::vector<size_t> parameters; void (*run)(const Parameters &); };
 const Kernel kKernels[] = {
-    {"shmbuf_gather", {8, 8, 8, 8, 8, 4, 8}, gather},
+    {"shmbuf_gather", {sizeof(KernelMove)}, gather},
+    {"shmbuf_scatter", {sizeof(KernelMove)}, scatter},
 };
 
 void release(const std::shared_ptr<Memory> &m) {
