@@ -49,7 +49,7 @@ class Attachment:
         self._adopt(handle)
 
     def _adopt(self, handle: Any) -> None:
-        self._handle = handle
+        self._handle = self._bare = handle  # the first may be watched, see _have_rows
         self._header = handle.header
         try:
             self.config: dict[str, Any] = msgpack.unpackb(handle.config)
@@ -64,8 +64,7 @@ class Attachment:
         self._pid = os.getpid()
         self._place = devices.Place(self.name, self.config.get("device"))
         self._finalizer = weakref.finalize(self, _finalize, handle, self._place, self.name, None, 0)
-        if self._place.wish is not None and handle.ready:
-            self._place.map(handle)
+        self._have_rows()
 
     # ---- birth and end ------------------------------------------------------------------------------------------
 
@@ -290,7 +289,7 @@ class Attachment:
     def _rearm_finalizer(self) -> None:
         self._finalizer.detach()
         instance = self._header["instance_id"] if self._owns else None
-        self._finalizer = weakref.finalize(self, _finalize, self._handle, self._place, self.name, instance, os.getpid())
+        self._finalizer = weakref.finalize(self, _finalize, self._bare, self._place, self.name, instance, os.getpid())
         util = sys.modules.get("multiprocessing.util")
         if self._owns and util is not None:  # a forked multiprocessing child ends without atexit
             util.Finalize(None, self._finalizer, exitpriority=0)
@@ -313,9 +312,9 @@ class Attachment:
         why = native.STATUSES[error.args[0]]
         if why == "destroyed":
             raise self._lost(why) from None
-        if why == "device_lost":
-            raise self._place.gone(self._handle) from None
-        if why == "not_mapped":
+        if why == "device":
+            raise self._device_failed(error.args[1]) from None
+        if why == "unmapped":
             self._place.require(self._handle)
             return
         if why != "forked" or self.closed:
@@ -324,7 +323,7 @@ class Attachment:
             raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
         instance = self._header["instance_id"]
         self._finalizer.detach()
-        failures.attached.pop(id(self._handle), None)
+        failures.attached.pop(id(self._bare), None)
         try:
             handle = segment.attach(self.name, owner=self._owner, readonly=self._readonly)
         except BufferNotFound as e:
@@ -341,8 +340,17 @@ class Attachment:
     def _lost(self, what: str) -> StorageLost:
         """The error for a buffer that is no more."""
         if self._place.wish is not None and self._handle.linked:  # marked as destroyed by who saw the end of its memory
-            return self._place.gone(self._handle)
+            return self._place.gone()
         return StorageLost(f"buffer {self.name!r} was {what}")
+
+    def _device_failed(self, words: str) -> Exception:
+        """The error of work on the device that went wrong."""
+        if self._place.lost:
+            return self._place.gone()
+        return DeviceError(
+            f"work on the rows of buffer {self.name!r}, in memory of {self.device}, went wrong in this process: {words}. Others go on; if "
+            "the driver calls it an illegal address or a failed launch, this process's CUDA context is of no more use: begin it anew"
+        )
 
     def _call(self, method: str, *args: Any) -> Any:
         try:
@@ -389,8 +397,20 @@ class Attachment:
         self._columns = schema.native()
         self.marks = streams.resolve(schema, self.config.get("streams") or {})
         self._header = self._handle.header
-        self._place.map(self._handle)
+        self._have_rows()
         self._schema = schema
+
+    def _have_rows(self) -> None:
+        """Rows in device memory are mapped as soon as there are any."""
+        if self._place.wish is None or not self._handle.ready:
+            return
+        self._place.map(self._handle)
+        if (
+            self._place.hold is not None
+            and self._place.hold.connection is not None
+            and type(self._handle) is not devices.Watched
+        ):
+            self._handle = devices.Watched(self._handle, self._place)
 
     @property
     def device(self) -> str:

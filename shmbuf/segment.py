@@ -379,7 +379,7 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float, place: Place)
         finally:
             handle.unlock_build()
             if not handle.ready:
-                place.unmake()
+                place.close()
     try:
         mine = Schema.from_bytes(handle.schema)
     except native.FormatError as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -32,6 +33,9 @@ class Hold:
         self._listener: socket.socket | None = None
         self._keep: Any = None  # the steward's pipe, until it is told that the buffer is built
         self._pid, self._closed = os.getpid(), False
+        self._poll = select.poll()
+        if connection is not None:
+            self._poll.register(connection, select.POLLIN | select.POLLHUP)
 
     def offer(self, member: int) -> None:
         """Hand it to whoever asks for it at this member's name. Nothing, if there is no entry for this handle, or a steward does it."""
@@ -42,6 +46,13 @@ class Hold:
         """Call ``gone`` when the steward is dead. Nothing, if there is none."""
         if self.connection is not None:
             sharing.watch(self.connection, gone)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the steward's end of the connection is closed; it says nothing else."""
+        if self.connection is None or self._closed:
+            return False
+        return bool(self._poll.poll(0))
 
     def built(self) -> None:
         """The buffer has this memory: the steward may not leave with us."""
@@ -139,14 +150,15 @@ def take(name: str, handle: Any) -> Hold:
     Raises StorageLost, DeviceError.
     """
     header = handle.header
-    instance, told, what = header["instance_id"], header["device"], f"buffer {name!r}"
-    device = driver.by_uuid(told["uuid"], what)
+    instance, what = header["instance_id"], f"buffer {name!r}"
+    kind, uuid, size = (header[f"device_{k}"] for k in ("kind", "uuid", "bytes"))
+    device = driver.by_uuid(uuid, what)
     with _lock:
-        mapped = _known.get(instance) if told["kind"] == VMM else None
+        mapped = _known.get(instance) if kind == memory.KINDS[VMM] else None
         hold = Hold(mapped, instance) if mapped is not None and mapped.retain() else None
     if hold is None:
         offer = sharing.ask(handle, what)
-        if (offer.kind, offer.uuid, offer.bytes) != (told["kind"], told["uuid"], told["bytes"]):
+        if (memory.KINDS.get(offer.kind), offer.uuid, offer.bytes) != (kind, uuid, size):
             offer.drop()
             raise DeviceError(
                 f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.bytes:,} bytes) than {what} has: is it attached to one "

@@ -63,7 +63,7 @@ def keep(name: str) -> None:
             if handle.destroyed or not handle.linked:
                 return
             time.sleep(LOOK)
-        if handle.header["device"]["kind"] == memory.IPC:
+        if handle.header["device_kind"] == memory.KINDS[memory.IPC]:
             raise ValueError(f"buffer {name!r} is shared by CUDA IPC, so its memory is in a steward of its own already")
         hold = holding.take(name, handle)
         print(
