@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from shmbuf import devices
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.errors import Lapped, SchemaError
 from shmbuf.forms import Rows, show
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
+from shmbuf.on_device import OnDevice
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
+from shmbuf.reading import address_of
 from shmbuf.schema import PACKED, Column, Key, Schema, flatten, same_form, show_key
 from shmbuf.tensors import make_tensordict, plain, slots_at, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
@@ -72,7 +75,10 @@ class ShmStorage(Cells):
         schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch whose first row is taken). With neither,
             the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
             and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
-        device: ``"cpu"``.
+        device: where the rows live: ``"cpu"``: in the segment; ``"cuda"``, ``"cuda:1"``, a torch.device or a GPU's UUID: in its memory, from which
+            samples come without a copy on the host. Everything else stays in the segment.
+        device_rings: how many processes put tensors of that device without a copy on the host at the same time; the others' go through
+            the host.
         ndim: of the storage; with 2, rows are the cells of [time, lane], and `extend` takes [B, T]. ``len`` and ``write_count`` count cells
             (TorchRL's ``write_count`` counts time steps).
         batch_shape: the shape of a time step; max_size is rounded up to whole ones. Default: that of the first rows.
@@ -89,6 +95,7 @@ class ShmStorage(Cells):
         schema: Mapping | Schema | None = None,
         example: TensorDictBase | Mapping | None = None,
         device: Any = "cpu",
+        device_rings: int = 1,
         ndim: int = 1,
         batch_shape: int | tuple[int, ...] | None = None,
         max_collectors: int = 256,
@@ -103,12 +110,10 @@ class ShmStorage(Cells):
         traj_key: Any = None,
         end_keys: Any = None,
     ):
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
         self.ndim, self._inner, max_size = checked_lanes(ndim, batch_shape, max_size)
         if ndim > 1 and batch_shape is None and not (schema is None and example is None):
             raise ValueError(f"ndim={ndim} with a schema or an example: batch_shape= is needed, too")
-        self.device = torch.device("cpu")
+        devices.parsed(device)
         self._make: dict[str, Any] = dict(
             name=name,
             capacity=max_size,
@@ -122,10 +127,13 @@ class ShmStorage(Cells):
             group=group,
             drain=drain,
             exists=exists,
+            device=device,
+            device_rings=device_rings,
             **{"trajectories": trajectories, "traj_key": traj_key, "end_keys": end_keys},
         )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
+        self._on: OnDevice | None = None  # with the schema, where the rows are on a device
         self._direct = False  # rows may be what the core takes as it is
         self.presents: Presenting | None = None  # the last step of a sample, where rows are more than tensors
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
@@ -199,6 +207,14 @@ class ShmStorage(Cells):
         return self._buffer if self._buffer is not None else self.open({})
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows live."""
+        if self._on is not None:
+            return self._on.device
+        where = str(self._make["device"] or "cpu") if self._buffer is None else self._buffer.device
+        return torch.device(where if not where.startswith("GPU-") else "cuda")
+
+    @property
     def name(self) -> str | None:
         return self._buffer.name if self._buffer is not None else self._make["name"]
 
@@ -211,6 +227,8 @@ class ShmStorage(Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
+        if self.buffer.device != "cpu":
+            self._on = OnDevice(self.buffer)
         self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
@@ -222,7 +240,7 @@ class ShmStorage(Cells):
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
             self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
         self.presents = Presenting.of(schema)
-        self._direct = self.presents is None and self.ndim == 1
+        self._direct = self.presents is None and self.ndim == 1 and self._on is None
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -268,7 +286,18 @@ class ShmStorage(Cells):
             ticket.convert = _as_indices
             return ticket
         extras = self.buffer.extras(1 if single else n, stream, priorities)
-        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, _as_indices, extras)
+        return self._submit(leaves, n, wake, timeout, _as_indices, extras)
+
+    def _submit(
+        self, leaves: list[torch.Tensor], n: int, wake: bool, timeout: float | None, convert: Any, extras: Any
+    ) -> Ticket:
+        """Plain leaves in column order, of the host or all of the device. n: −1: one row, without a batch dimension."""
+        if self._on is not None and leaves and self._on.holds(leaves[0]):
+            ticket = self._on.put(self.buffer, self.schema(), leaves, abs(n), wake, timeout, convert, extras)
+            if ticket is not None:
+                return ticket
+            leaves = [t.cpu() for t in leaves]
+        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, convert, extras)
         assert ticket is not None, "converted rows fit"
         return ticket
 
@@ -336,7 +365,9 @@ class ShmStorage(Cells):
             k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known
         ]:
             del leaves[key]
-        leaves = {k: plain(k, t) for k, t in leaves.items()}
+        on = self._on
+        to = on.device if on is not None and any(map(on.holds, leaves.values())) else "cpu"
+        leaves = {k: plain(k, t, to) for k, t in leaves.items()}
         columns = {c.key: c for c in schema.columns} if schema is not None else {}
         for key, value in values.items():
             if schema is not None and (key not in columns or columns[key].dtype != PACKED):
@@ -366,7 +397,7 @@ class ShmStorage(Cells):
         if self._ready is not schema:
             self._prepare(schema)
         for k, each in packed.items():
-            filled = torch.from_numpy(fill(each, columns[k].shape[0], f"key {show_key(k)}"))
+            filled = torch.from_numpy(fill(each, columns[k].shape[0], f"key {show_key(k)}")).to(to)
             leaves[k] = filled[0] if single else filled
         return [leaves[k] for k in schema.keys], n
 
@@ -382,7 +413,10 @@ class ShmStorage(Cells):
         return schema
 
     def _fresh(self, n: int, pin: bool) -> list[torch.Tensor]:
-        """Uninitialised [n, *shape] tensors: the columns, then int64 index and row_id."""
+        """Uninitialised [n, *shape] tensors: the columns, then int64 row_id and index, which are the host's."""
+        if self._on is not None:
+            numbers = [torch.empty(n, dtype=torch.int64) for _ in _NUMBERS]
+            return [torch.empty((n, *s), dtype=d, device=self._on.device) for s, d in self._specs] + numbers
         if pin:
             return [
                 torch.empty((n, *s), dtype=d, pin_memory=True)
@@ -410,14 +444,18 @@ class ShmStorage(Cells):
             self.schema()
         schema = self._ready
         assert schema is not None
-        if out is not None and self._shadowed:
+        if out is not None and (self._shadowed or self._on is not None):
             return self._copy_into(out, self.draw(n, timeout=timeout))
         if out is None:
             leaves = self._fresh(n, pin)
             *columns, ids, slots = map(_ADDRESS, leaves)
         else:
             *columns, ids, slots = self._into(out, n)
-        buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
+        if self._on is None:
+            buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
+        else:
+            of = self._on.columns(schema, leaves[:-2])
+            buffer._drawn("draw_device", (of, n, ids, slots), n, seconds_of(timeout), self._on.stream())
         if out is not None:
             return out
         return make_tensordict(self._sample_tree, leaves, torch.Size((n,)))
@@ -443,9 +481,14 @@ class ShmStorage(Cells):
         weights = torch.empty(n, dtype=torch.float32, pin_memory=pin)
         *columns, ids, slots = map(_ADDRESS, leaves)
         seconds = seconds_of(timeout)
-        buffer.draw_by_priority_into(
-            self._columns, columns, n, ids, slots, weights.data_ptr(), beta, stratified, normalize, seconds
-        )
+        if self._on is None:
+            buffer.draw_by_priority_into(
+                self._columns, columns, n, ids, slots, weights.data_ptr(), beta, stratified, normalize, seconds
+            )
+        else:
+            of = self._on.columns(self.schema(), leaves[:-2])
+            args = (of, n, ids, slots, weights.data_ptr(), beta, stratified, normalize == "batch")
+            buffer._drawn("draw_by_priority_device", args, n, seconds, self._on.stream())
         td = make_tensordict(self._weighted_tree, [*leaves, weights], torch.Size((n,)))
         return td if out is None else self._copy_into(out, td)
 
@@ -473,6 +516,14 @@ class ShmStorage(Cells):
             if t is None or tuple(t.shape[1:]) != shape:
                 got = "nothing" if t is None else f"shape {list(t.shape)}"
                 raise SchemaError(f"out, key {show_key(key)}: got {got}, expected shape {[n, *shape]}")
+
+    def fetch(self, leaves: list[torch.Tensor], ids: np.ndarray, done: np.ndarray) -> int:
+        """Copy the rows of int64[n] ids whose uint8[n] done is 0 into leaves that `_fresh` made, and set it where the row was there; returns
+        how many are."""
+        where = len(ids), address_of(ids), address_of(done)
+        if self._on is None:
+            return self.buffer._call("fetch", self._columns, [t.data_ptr() for t in leaves], *where)
+        return self.buffer._call("gather_device", self._on.columns(self.schema(), leaves), *where, self._on.stream())
 
     def gathering(self, n: int, *, pin: bool = False) -> Gathering:
         """Room for n rows, to be filled by id. For samplers."""
@@ -553,7 +604,7 @@ class ShmStorage(Cells):
     def _rows(self, schema: Schema, slots: np.ndarray) -> TensorDictBase:
         leaves = self._fresh(len(slots), False)[:-2]
         slots = np.ascontiguousarray(slots)
-        self.buffer.fetch_slots_into(self._columns, [t.data_ptr() for t in leaves], slots)
+        self.buffer.fetch_slots(lambda ids, done: self.fetch(leaves, ids, done), slots)
         return make_tensordict(self._tree, leaves, torch.Size((len(slots),)))
 
     def _column(self, schema: Schema, key: Key) -> Any:
@@ -566,8 +617,9 @@ class ShmStorage(Cells):
 
         def read(slots: np.ndarray) -> tuple[int, list[torch.Tensor]]:
             leaves = [torch.empty((len(slots), *c.shape), dtype=torch_dtype(c)) for c in chosen]
-            self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], slots)
-            return len(slots), leaves
+            into = [t.data_ptr() for t in leaves]
+            self.buffer.fetch_slots(lambda ids, done: self.buffer.fetch_some(columns, into, ids, done), slots)
+            return len(slots), leaves if self._on is None else [t.to(self._on.device) for t in leaves]
 
         n, leaves = self._clipped(slice(None), read)
         leaves = [values_of(t) if c.dtype == PACKED else t for c, t in zip(chosen, leaves, strict=True)]
