@@ -187,7 +187,7 @@ struct RowShape {
   u32 n_columns;
   bool trajectories;  // keep links; `ends` and `trajectory` as in Built
   Field ends[4], trajectory;
-  Home home;  // kind kHost: in the segment
+  Home home = {};  // kind kHost: in the segment
 };
 inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, const RowShape &row) {
   Header &h = s.header();
