@@ -64,7 +64,7 @@ class Pin:
             raise Lapped(self._lost())
         if self._base is None:
             try:
-                self._base = handle.map_rows()
+                self._base = handle.view_rows()
             except native.MapError as e:
                 raise NotEnoughMemory(memory.unmappable(e)) from None
         capacity, out = self._buffer.capacity, []

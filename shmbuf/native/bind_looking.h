@@ -107,8 +107,8 @@ nb::list members(const H &h, int own) {
     if (load(m.word, relaxed) != word) continue;
     nb::dict d = owner_dict(owner);
     nb::list r;
-    const char *names[] = {"creator", "collector", "reader", "drainer", "standby"};
-    for (int k = 0; k < 5; ++k)
+    const char *names[] = {"creator", "collector", "reader", "drainer", "standby", "device"};
+    for (size_t k = 0; k < std::size(names); ++k)
       if (roles & (1u << k)) r.append(names[k]);
     d["roles"] = r;
     d["member"] = i;

@@ -20,7 +20,7 @@ import numpy as np
 
 from shmbuf import Buffer, RateLimiter, destroy, segment
 
-PAGE, HEADER_BYTES, BUILT_AT, BUILT_BYTES = 4096, 1024, 512, 128
+PAGE, HEADER_BYTES, BUILT_AT, BUILT_BYTES = 4096, 1024, 512, 224
 HEADER, BUILT = struct.Struct("<40xQ8xII8x8Q"), struct.Struct("<10Q")
 MEMBER, SLOT, BLOCK, BLOCK_SLOT, RING = 256, 512, 128, 40, 4096
 CAPACITY, COLLECTORS = 70, 3
