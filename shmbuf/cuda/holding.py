@@ -115,7 +115,9 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
     instance = handle.header["instance_id"]
     command = [sys.executable, "-m", "shmbuf.cuda.steward", name, "--make", driver.uuid_text(device.uuid)]
     command += ["--bytes", str(size), "--instance", str(instance), "--why", reason]
-    p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    p = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     _stewards[:] = [s for s in _stewards if s.poll() is None] + [p]
     assert p.stdin is not None and p.stdout is not None
     try:
@@ -139,7 +141,10 @@ def _line_within(p: subprocess.Popen, seconds: float) -> str:
     timer = threading.Timer(seconds, p.kill)
     timer.start()
     try:
-        return p.stdout.readline().decode(errors="replace").strip()  # type: ignore[union-attr]
+        first = p.stdout.readline()  # type: ignore[union-attr]
+        if not first.startswith(b"member "):
+            first = (first + p.stdout.read()).strip().rpartition(b"\n")[2]  # type: ignore[union-attr]
+        return first.decode(errors="replace").strip()
     finally:
         timer.cancel()
 
