@@ -250,16 +250,28 @@ class DeviceMover {
   }
 
   // ---- a collector ----
-  // Packed device columns to its device ring, from position `at` on; and of each field the bytes to the same place of its ring.
+  // Packed device columns to its device ring, from position `at` on; and from there the fields that links are made from to its ring.
   void fill_ring(u32 slot, u32 ring, u64 at, u64 n, const Packed *columns, u64 n_columns, cuda::Stream after) {
-    const Kernels::Rows to{device_ring(ring), at & (s_.ring_bytes - 1), s_.ring_bytes - 1, 0, 0, s_.row_bytes};
+    Kernels::Rows rows{device_ring(ring), at & (s_.ring_bytes - 1), s_.ring_bytes - 1, 0, 0, s_.row_bytes};
     lane_->after(after);
-    kernels().scatter(lane_->stream, to, n, columns, n_columns);
+    kernels().scatter(lane_->stream, rows, n, columns, n_columns);
+    FAILPOINT(device_put_begun);
+    std::vector<Packed> fields;
+    u64 width = 0;
     const Built &b = s_.header().built;
     for (const Field &f : {b.ends[0], b.ends[1], b.ends[2], b.ends[3], b.trajectory})
-      if (f.bytes) bring_field(slot, at, n, columns, n_columns, f);
-    FAILPOINT(device_put_begun);
-    lane_->wait();
+      if (f.bytes) fields.push_back({f.offset, f.bytes, 0, f.bytes}), width += f.bytes + 16;
+    const u64 part = std::max<u64>(1, kStaged / std::max<u64>(width, 1));
+    for (u64 from = 0; from < n && !fields.empty(); from += part, rows.at += part * s_.row_bytes, at += part * s_.row_bytes) {
+      const u64 k = std::min(part, n - from);
+      u8 *to = lane_->host(k * width);
+      for (Packed &f : fields) f.address = reinterpret_cast<u64>(to), to += align_up(k * f.bytes, 16);
+      kernels().gather(lane_->stream, rows, k, fields.data(), fields.size());
+      lane_->wait();
+      for (const Packed &f : fields)
+        for (u64 j = 0; j < k; ++j) ring_write(s_.ring(slot), s_.ring_bytes, at + j * s_.row_bytes + f.offset, reinterpret_cast<const u8 *>(f.address) + j * f.bytes, f.bytes);
+    }
+    if (fields.empty()) lane_->wait();
     FAILPOINT(device_put_copied);
   }
 
@@ -293,21 +305,6 @@ class DeviceMover {
       for (u64 j = 0; j < k; ++j) e.read(bytes + j * width, e.bytes_of(which[from + j]), width);
       for (size_t i = 0; i < spans.size(); ++i) columns[i].address = reinterpret_cast<u64>(bytes) + spans[i].address, columns[i].stride = width;
       kernels().scatter(lane_->stream, rows(), k, columns.data(), columns.size());
-    }
-  }
-  void bring_field(u32 slot, u64 at, u64 n, const Packed *columns, u64 n_columns, const Field &f) {
-    for (u64 c = 0; c < n_columns; ++c) {
-      const Packed &p = columns[c];
-      const u64 lo = std::max<u64>(p.offset, f.offset), hi = std::min(p.offset + p.bytes, u64(f.offset) + f.bytes);
-      if (lo >= hi) continue;
-      const u64 part = std::max<u64>(1, kStaged / p.bytes);
-      for (u64 from = 0; from < n; from += part) {
-        const u64 k = std::min(part, n - from);
-        u8 *values = lane_->host(k * p.bytes);
-        check(d().device_to_host(values, p.address + from * p.stride, k * p.bytes, lane_->stream), "cuMemcpyDtoHAsync");
-        lane_->wait();
-        for (u64 j = 0; j < k; ++j) ring_write(s_.ring(slot), s_.ring_bytes, at + (from + j) * s_.row_bytes + lo, values + j * p.bytes + (lo - p.offset), hi - lo);
-      }
     }
   }
 
