@@ -525,6 +525,10 @@ class ShmStorage(Cells):
             return self.buffer._call("fetch", self._columns, [t.data_ptr() for t in leaves], *where)
         return self.buffer._call("gather_device", self._on.columns(self.schema(), leaves), *where, self._on.stream())
 
+    def delivered(self, td: TensorDictBase) -> TensorDictBase:
+        """A sample, with what the host knows of its rows (their numbers, weights, masks) where they are, too."""
+        return td if self._on is None or self._on.device.type == "cpu" else td.to(self._on.device)
+
     def gathering(self, n: int, *, pin: bool = False) -> Gathering:
         """Room for n rows, to be filled by id. For samplers."""
         return Gathering(self, n, pin)
