@@ -163,10 +163,10 @@ def take(name: str, handle: Any) -> Hold:
         hold = Hold(mapped, instance) if mapped is not None and mapped.retain() else None
     if hold is None:
         offer = sharing.ask(handle, what)
-        if (memory.KINDS.get(offer.kind), offer.uuid, offer.bytes) != (kind, uuid, size):
+        if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
             offer.drop()
             raise DeviceError(
-                f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.bytes:,} bytes) than {what} has: is it attached to one "
+                f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.size:,} bytes) than {what} has: is it attached to one "
                 "of the same name that was replaced? Attach again"
             )
         hold = _opened(offer, instance, what, device)
@@ -183,9 +183,9 @@ def _opened(offer: sharing.Offer, instance: int, what: str, device: driver.Devic
             if mapped is None or not mapped.retain():
                 if offer.kind == VMM:
                     fd, offer.fd = offer.fd, -1
-                    mapped = memory.imported(device, fd, offer.bytes)
+                    mapped = memory.imported(device, fd, offer.size)
                 else:
-                    mapped = memory.opened(device, offer.ipc_handle, offer.bytes)
+                    mapped = memory.opened(device, offer.ipc_handle, offer.size)
                 mapped.why = offer.why
                 _known[instance] = mapped
     except driver.Refused as e:
