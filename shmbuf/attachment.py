@@ -354,10 +354,11 @@ class Attachment:
 
     def _call(self, method: str, *args: Any) -> Any:
         try:
-            return getattr(self._handle, method)(*args)
-        except native.Gone as e:
-            self._recover(e)
-            return getattr(self._handle, method)(*args)
+            while True:
+                try:
+                    return getattr(self._handle, method)(*args)
+                except native.Gone as e:  # a fork child attaches anew, and then may have no rows
+                    self._recover(e)
         except native.FormatError as e:
             raise segment.damaged(self.name, e, self._owner) from None
         except native.MapError as e:
@@ -365,10 +366,11 @@ class Attachment:
 
     def _get(self, attribute: str) -> Any:
         try:
-            return getattr(self._handle, attribute)
-        except native.Gone as e:
-            self._recover(e)
-            return getattr(self._handle, attribute)
+            while True:
+                try:
+                    return getattr(self._handle, attribute)
+                except native.Gone as e:
+                    self._recover(e)
         except native.FormatError as e:
             raise segment.damaged(self.name, e, self._owner) from None
         except native.MapError as e:
@@ -420,9 +422,9 @@ class Attachment:
         from shmbuf.cuda import driver
 
         try:
-            return f"cuda:{driver.by_uuid(self._place.wish['uuid']).index}"
+            return f"cuda:{driver.by_uuid(driver.uuid_of(self._place.wish['uuid'])).index}"
         except DeviceError:
-            return driver.uuid_text(self._place.wish["uuid"])
+            return self._place.wish["uuid"]
 
     def _build(self, schema: Schema, whose: str, timeout: float | None = None) -> None:
         if self._readonly and not self._get("ready"):

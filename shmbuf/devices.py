@@ -4,6 +4,7 @@ which is imported only when a buffer wants a device."""
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from shmbuf.errors import DeviceError, NotEnoughMemory, StorageLost
@@ -11,7 +12,7 @@ from shmbuf.errors import DeviceError, NotEnoughMemory, StorageLost
 if TYPE_CHECKING:
     from shmbuf.cuda.holding import Hold
 
-Wish = dict[str, Any]  # of a segment's configuration: {"uuid": bytes, "rings": int}
+Wish = dict[str, Any]  # of a segment's configuration: {"uuid": as nvidia-smi writes it, "rings": int}
 
 
 def parsed(device: Any) -> tuple[str, str]:
@@ -41,16 +42,10 @@ def wish(device: Any, rings: int = 1) -> Wish | None:
     from shmbuf.cuda import driver
 
     if kind == "GPU":
-        try:
-            uuid = bytes.fromhex(index.replace("-", ""))
-        except ValueError:
-            uuid = b""
-        if len(uuid) != 16:
-            raise ValueError(f"device={device!r}: no UUID of a GPU; nvidia-smi -L lists them")
-        found = driver.by_uuid(uuid, "the buffer")
+        found = driver.by_uuid(driver.uuid_of(f"GPU-{index}"), "the buffer")
     else:
         found = driver.by_index(int(index) if index else driver.current_index())
-    return {"uuid": found.uuid, "rings": int(rings)}
+    return {"uuid": driver.uuid_text(found.uuid), "rings": int(rings)}
 
 
 class Place:
@@ -63,10 +58,10 @@ class Place:
 
     def make(self, handle: Any, size: int) -> tuple[int, bytes, int, bytes, int]:
         """The memory of a buffer that is being built: for `Handle.build`. Raises DeviceError, NotEnoughMemory."""
-        from shmbuf.cuda import holding, memory
+        from shmbuf.cuda import driver, holding, memory
 
         assert self.wish is not None
-        self.hold = hold = holding.make(self.name, handle, self.wish["uuid"], size)
+        self.hold = hold = holding.make(self.name, handle, driver.uuid_of(self.wish["uuid"]), size)
         m = hold.memory
         return memory.KINDS[m.kind], m.device.uuid, m.bytes, m.ipc_handle, self.wish["rings"]
 
@@ -102,6 +97,15 @@ class Place:
         self.map(handle)
         if self.error is not None:
             raise type(self.error)(*self.error.args) from None
+
+    def map_when_ready(self, handle: Any, leave_when_alone: bool) -> None:
+        """For processes of their own: as :meth:`require`, waiting for the buffer to be built, or destroyed, or left. Nothing, of host rows."""
+        while self.wish is not None:
+            if handle.ready:
+                return self.require(handle)
+            if handle.destroyed or not handle.linked or (leave_when_alone and not handle.attached):
+                return
+            time.sleep(0.02)
 
     def gone(self, words: str = "") -> StorageLost:
         """The error of a buffer whose device memory is lost."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from shmbuf.forms import Rows, show
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.on_device import OnDevice
+from shmbuf.outs import NUMBERS, Outs
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
 from shmbuf.reading import address_of
@@ -36,12 +36,10 @@ _ADDED = frozenset(
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _ADDRESS = torch.Tensor.data_ptr
 
-_NUMBERS: tuple[Key, Key] = (("row_id",), ("index",))
-
 
 def _check_names(schema: Schema) -> None:
     for key in schema.keys:
-        if len(key) > 1 and key[:1] in _NUMBERS:
+        if len(key) > 1 and key[:1] in NUMBERS:
             raise SchemaError(
                 f"key {show_key(key)}: {key[0]!r} is what samples call their own numbers; name it otherwise"
             )
@@ -66,7 +64,7 @@ def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
     return columns
 
 
-class ShmStorage(Cells):
+class ShmStorage(Outs, Cells):
     """Rows in shared memory, under a name.
 
     Args:
@@ -209,6 +207,13 @@ class ShmStorage(Cells):
     @property
     def device(self) -> torch.device:
         """Where the rows live."""
+        if (
+            self._on is None
+            and self._buffer is not None
+            and self._buffer.device != "cpu"
+            and self._buffer.schema is not None
+        ):
+            self.schema()
         if self._on is not None:
             return self._on.device
         where = str(self._make["device"] or "cpu") if self._buffer is None else self._buffer.device
@@ -232,12 +237,12 @@ class ShmStorage(Cells):
         self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
-        self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *_NUMBERS))
-        self._weighted_tree = tree_of((*schema.keys, *_NUMBERS, ("priority_weight",)))
+        self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *NUMBERS))
+        self._weighted_tree = tree_of((*schema.keys, *NUMBERS, ("priority_weight",)))
         # A sample's "index" and "row_id" are always the slot and the id; stored columns of these names are not shown in it.
-        self._shadowed = any(k in _NUMBERS for k in schema.keys)
+        self._shadowed = any(k in NUMBERS for k in schema.keys)
         if not self._shadowed:
-            self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
+            self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in NUMBERS)])
             self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
         self.presents = Presenting.of(schema)
         self._direct = self.presents is None and self.ndim == 1 and self._on is None
@@ -415,8 +420,8 @@ class ShmStorage(Cells):
     def _fresh(self, n: int, pin: bool) -> list[torch.Tensor]:
         """Uninitialised [n, *shape] tensors: the columns, then int64 row_id and index, which are the host's."""
         if self._on is not None:
-            numbers = [torch.empty(n, dtype=torch.int64) for _ in _NUMBERS]
-            return [torch.empty((n, *s), dtype=d, device=self._on.device) for s, d in self._specs] + numbers
+            of_host = [torch.empty(n, dtype=torch.int64) for _ in NUMBERS]
+            return [torch.empty((n, *s), dtype=d, device=self._on.device) for s, d in self._specs] + of_host
         if pin:
             return [
                 torch.empty((n, *s), dtype=d, pin_memory=True)
@@ -492,31 +497,6 @@ class ShmStorage(Cells):
         td = make_tensordict(self._weighted_tree, [*leaves, weights], torch.Size((n,)))
         return td if out is None else self._copy_into(out, td)
 
-    @staticmethod
-    def _copy_into(out: TensorDictBase, td: TensorDictBase) -> TensorDictBase:
-        """Into the first rows of out, if they are fewer."""
-        try:
-            shorter = out.batch_dims == 1 and len(td) < len(out)
-            return (out[: len(td)] if shorter else out).update_(td)
-        except (KeyError, RuntimeError) as e:
-            raise SchemaError(f"out does not fit a sample: {e}") from None
-
-    def require_out(self, out: TensorDictBase, n: int, more: Mapping[Key, tuple[int, ...]]) -> None:
-        """Before rows are claimed for it, which would be lost: whether out has room for n rows and further entries of these
-        shapes. Raises SchemaError."""
-        if tuple(out.batch_size) != (n,):
-            raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
-        leaves = tensor_leaves(out)
-        for key, shape in {
-            **{c.key: c.shape for c in self.schema().columns},
-            **dict.fromkeys(_NUMBERS, ()),
-            **more,
-        }.items():
-            t = leaves.get(key)
-            if t is None or tuple(t.shape[1:]) != shape:
-                got = "nothing" if t is None else f"shape {list(t.shape)}"
-                raise SchemaError(f"out, key {show_key(key)}: got {got}, expected shape {[n, *shape]}")
-
     def fetch(self, leaves: list[torch.Tensor], ids: np.ndarray, done: np.ndarray) -> int:
         """Copy the rows of int64[n] ids whose uint8[n] done is 0 into leaves that `_fresh` made, and set it where the row was there; returns
         how many are."""
@@ -525,37 +505,13 @@ class ShmStorage(Cells):
             return self.buffer._call("fetch", self._columns, [t.data_ptr() for t in leaves], *where)
         return self.buffer._call("gather_device", self._on.columns(self.schema(), leaves), *where, self._on.stream())
 
+    def delivered(self, td: TensorDictBase) -> TensorDictBase:
+        """A sample, with what the host knows of its rows (their numbers, weights, masks) where they are, too."""
+        return td if self._on is None or self._on.device.type == "cpu" else td.to(self._on.device)
+
     def gathering(self, n: int, *, pin: bool = False) -> Gathering:
         """Room for n rows, to be filled by id. For samplers."""
         return Gathering(self, n, pin)
-
-    def _into(self, out: TensorDictBase, n: int) -> list[int]:
-        """The addresses of a caller's tensors, checked; index and row_id are added to out if they are missing."""
-        if tuple(out.batch_size) != (n,):
-            raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
-        addresses = native.addresses_in(self._out_columns, out, n) if type(out) is TensorDict else None
-        if addresses is not None:
-            return addresses
-        leaves = tensor_leaves(out)
-        added: dict[Key, torch.Tensor] = {
-            k: torch.empty(n, dtype=torch.int64) for k in (("row_id",), ("index",)) if k not in leaves
-        }
-        leaves.update(added)
-        for c in self._out_schema.columns:
-            t, key = leaves.get(c.key), show_key(c.key)
-            if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
-                got = "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}"
-                raise SchemaError(f"out, key {key}: got {got}, expected {c}")
-            plain_cpu = t.layout == torch.strided and t.device.type == "cpu" and t.is_contiguous()
-            if not plain_cpu or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
-                raise SchemaError(f"out, key {key}: has to be a plain contiguous CPU tensor to be written into")
-        spans = sorted((leaves[c.key].data_ptr(), n * c.nbytes, show_key(c.key)) for c in self._out_schema.columns)
-        for (start, nbytes, key), (following, _, other) in itertools.pairwise(spans):
-            if nbytes and start + nbytes > following:
-                raise SchemaError(f"out, keys {key} and {other}: their tensors share memory")
-        for k, t in added.items():
-            out.set(k[0], t)
-        return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
     def get(self, index: Any, swap: int = 0) -> Any:
         """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column.

@@ -54,6 +54,17 @@ def uuid_text(uuid: bytes) -> str:
     return f"GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
 
 
+def uuid_of(text: str) -> bytes:
+    """The other way round. Raises ValueError."""
+    try:
+        uuid = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+    except ValueError:
+        uuid = b""
+    if len(uuid) != 16:
+        raise ValueError(f"{text!r} is no UUID of a GPU; nvidia-smi -L lists them")
+    return uuid
+
+
 _lock = threading.Lock()
 _started: tuple[int, Any] | None = None  # in which process; the bindings
 _contexts: dict[int, Any] = {}

@@ -115,7 +115,9 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
     instance = handle.header["instance_id"]
     command = [sys.executable, "-m", "shmbuf.cuda.steward", name, "--make", driver.uuid_text(device.uuid)]
     command += ["--bytes", str(size), "--instance", str(instance), "--why", reason]
-    p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    p = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     _stewards[:] = [s for s in _stewards if s.poll() is None] + [p]
     assert p.stdin is not None and p.stdout is not None
     try:
@@ -139,7 +141,10 @@ def _line_within(p: subprocess.Popen, seconds: float) -> str:
     timer = threading.Timer(seconds, p.kill)
     timer.start()
     try:
-        return p.stdout.readline().decode(errors="replace").strip()  # type: ignore[union-attr]
+        first = p.stdout.readline()  # type: ignore[union-attr]
+        if not first.startswith(b"member "):
+            first = (first + p.stdout.read()).strip().rpartition(b"\n")[2]  # type: ignore[union-attr]
+        return first.decode(errors="replace").strip()
     finally:
         timer.cancel()
 
@@ -158,10 +163,10 @@ def take(name: str, handle: Any) -> Hold:
         hold = Hold(mapped, instance) if mapped is not None and mapped.retain() else None
     if hold is None:
         offer = sharing.ask(handle, what)
-        if (memory.KINDS.get(offer.kind), offer.uuid, offer.bytes) != (kind, uuid, size):
+        if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
             offer.drop()
             raise DeviceError(
-                f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.bytes:,} bytes) than {what} has: is it attached to one "
+                f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.size:,} bytes) than {what} has: is it attached to one "
                 "of the same name that was replaced? Attach again"
             )
         hold = _opened(offer, instance, what, device)
@@ -178,9 +183,9 @@ def _opened(offer: sharing.Offer, instance: int, what: str, device: driver.Devic
             if mapped is None or not mapped.retain():
                 if offer.kind == VMM:
                     fd, offer.fd = offer.fd, -1
-                    mapped = memory.imported(device, fd, offer.bytes)
+                    mapped = memory.imported(device, fd, offer.size)
                 else:
-                    mapped = memory.opened(device, offer.ipc_handle, offer.bytes)
+                    mapped = memory.opened(device, offer.ipc_handle, offer.size)
                 mapped.why = offer.why
                 _known[instance] = mapped
     except driver.Refused as e:

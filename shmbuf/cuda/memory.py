@@ -145,7 +145,9 @@ def _import(fd: int) -> Any:
 
 
 def why_not_vmm(device: Device) -> str:
-    """Why memory of this device cannot be handed over as a descriptor; "" if the driver says that it can."""
+    """Why memory of this device cannot be handed over as a descriptor; "" if the driver says that it can, and the user not otherwise."""
+    if os.environ.get("SHMBUF_CUDA_SHARING") == IPC:
+        return "SHMBUF_CUDA_SHARING=ipc"
     if not driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device):
         return "the device has no virtual memory management (cuMemCreate)"
     if not driver.attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", device):

@@ -1,6 +1,6 @@
 """Who has the memory hands it to who attaches: over an abstract unix socket named by the segment's instance and the member's entry.
 
-    asker  connect \\0shmbuf.<instance>.<member> → the listener's uid is this one? → receive, one packet: msgpack {kind, bytes, uuid,
+    asker  connect \\0shmbuf.<instance>.<member> → the listener's uid is this one? → receive, one packet: msgpack {kind, size, uuid,
            why, pid, ipc_handle} and, of kind vmm, the descriptor
     holder accept → the peer's uid is this one? → send, close. A steward keeps the connection: its end is how its death is seen
 
@@ -40,7 +40,7 @@ class Offer:
     """What a holder answered. ``connection``: to a steward; else closed."""
 
     kind: str
-    bytes: int
+    size: int
     uuid: bytes
     why: str
     pid: int
@@ -133,7 +133,7 @@ class _Server:
             packet = msgpack.packb(
                 {
                     "kind": memory.kind,
-                    "bytes": memory.bytes,
+                    "size": memory.bytes,
                     "uuid": memory.device.uuid,
                     "why": memory.why,
                     "pid": os.getpid(),
@@ -317,6 +317,6 @@ def holders(handle: Any) -> list[dict[str, Any]]:
             continue
         if offer is not None:
             offer.drop()
-            told = {"kind": offer.kind, "bytes": offer.bytes, "uuid": driver.uuid_text(offer.uuid), "why": offer.why}
+            told = {"kind": offer.kind, "bytes": offer.size, "uuid": driver.uuid_text(offer.uuid), "why": offer.why}
             out.append({**entry, "answers": True, **told})
     return out

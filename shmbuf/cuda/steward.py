@@ -43,7 +43,9 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
         hold = holding.Hold(mapped, instance)
         hold.offer(handle.member)
         print(f"member {handle.member}", flush=True)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for fd in (1, 2):  # nobody who waits for the end of its maker's output waits for ours
+            os.dup2(nowhere, fd)
         if sys.stdin.readline():  # nothing: who wanted it is dead, or gave up
             _stay(handle, leave_when_alone=True)
     finally:
@@ -98,8 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         if args.make:
-            uuid = bytes.fromhex(args.make.removeprefix("GPU-").replace("-", ""))
-            make(args.name, uuid, int(args.bytes), int(args.instance), args.why or "")
+            make(args.name, driver.uuid_of(args.make), int(args.bytes), int(args.instance), args.why or "")
         else:
             keep(args.name)
     except (KeyboardInterrupt, _Stop):

@@ -163,7 +163,9 @@ def run(label: str, how: str, hit: int, directory: str, which: int, kill_success
             sys.stderr.flush()
             os._exit(code)
     status = failpoints.wait(pid, seconds=100)
-    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) in (0, 3), f"{label}={how}@{hit}, life {which}: wait status {status}"
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) in (0, 3), (
+        f"{label}={how}@{hit}, life {which}: wait status {status}"
+    )
     return os.WEXITSTATUS(status) == 0
 
 

@@ -13,6 +13,8 @@
 //                     Then STANDIN_LOG, a path, gets a line for each that has landed.
 //   STANDIN_VMM=0     cuMemCreate is not supported     STANDIN_FD=0  memory cannot be exported as a descriptor
 //   STANDIN_IPC=0     cuIpcOpenMemHandle fails, as between containers
+//   STANDIN_TENSORS=1 addresses that are no device memory count as such where they are read, or written by a copy: torch's "device" tensors
+//                     are the host's here
 //   STANDIN_FAIL      name=code, comma-separated: these calls return the code
 //   STANDIN_KILL      name[:n]: the n-th such call of this process kills it, before; name:n:after: when it is done
 #include "standin.h"

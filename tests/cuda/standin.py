@@ -29,9 +29,9 @@ def folder() -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What a process needs to run over it; ``more``: the variables that standin.cpp lists."""
+    """What a process needs to run over it, with torch's tensors; ``more``: the variables that standin.cpp lists."""
     path = ":".join(filter(None, (str(folder()), os.environ.get("LD_LIBRARY_PATH", ""))))
-    return {"LD_LIBRARY_PATH": path, **more}
+    return {"LD_LIBRARY_PATH": path, "STANDIN_TENSORS": "1", **more}
 
 
 if __name__ == "__main__":
