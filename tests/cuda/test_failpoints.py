@@ -12,7 +12,17 @@ import pytest
 from tests.process.test_failpoints import ALL
 
 DEVICE = [label for label in ALL if label.startswith("device_")]
-SHARED = ["ring_copied", "plan_sealed", "txn_reserved", "txn_mid_row", "txn_copied", "txn_committed", "post_head", "edit_raised", "edit_half"]
+SHARED = [
+    "ring_copied",
+    "plan_sealed",
+    "txn_reserved",
+    "txn_mid_row",
+    "txn_copied",
+    "txn_committed",
+    "post_head",
+    "edit_raised",
+    "edit_half",
+]
 SHARED += ["edit_settled", "clear_planned", "sweep_locked", "slot_closing"]
 
 
