@@ -37,24 +37,23 @@ def late(number):
     os.environ["STANDIN_DELAY_US"] = str(number)
 late(0)
 old, new, kept = np.arange(n), np.arange(1000, 1000 + n), np.zeros(n, np.int64)
-for turn in range(5):
-    to(made, old, s)
-    late(0)
-    for _ in range(10):
-        ok(d.cuMemcpyHtoDAsync(made, old.ctypes.data, old.nbytes, s))
-    late(60000)
-    ok(d.cuMemcpyHtoDAsync(made, new.ctypes.data, new.nbytes, s))
-    ids = b.submit_device([(0, 8, int(made))], n, False, 20.0, lambda ids, n: ids, (None, None), int(s)).wait(20)
-    late(0)
-    assert (b.gather(ids)["k"] == new).all()
-    to(out, old, s)
-    late(60000)
+to(made, old, s); to(out, old, s)
+late(40000)
+for _ in range(12):  # many, and each late: whoever does not wait is there before
+    ok(d.cuMemcpyHtoDAsync(made, old.ctypes.data, old.nbytes, s))
+ok(d.cuMemcpyHtoDAsync(made, new.ctypes.data, new.nbytes, s))
+ids = b.submit_device([(0, 8, int(made))], n, False, 20.0, lambda ids, n: ids, (None, None), int(s)).wait(20)
+assert (b.gather(ids)["k"] == new).all()
+for _ in range(12):
     ok(d.cuMemcpyDtoHAsync(kept.ctypes.data, out, kept.nbytes, s))  # of what was there
-    done = np.zeros(n, np.uint8)
-    assert b._handle.gather_device([(0, 8, int(out))], n, ids.ctypes.data, done.ctypes.data, int(s)) == n
-    late(0)
-    ok(d.cuStreamSynchronize(s))
-    assert (kept == old).all()
+done = np.zeros(n, np.uint8)
+assert b._handle.gather_device([(0, 8, int(out))], n, ids.ctypes.data, done.ctypes.data, int(s)) == n
+late(0)
+ok(d.cuStreamSynchronize(s))
+assert (kept == old).all()
+to_host = np.zeros(n, np.int64)
+ok(d.cuMemcpyDtoH(to_host.ctypes.data, out, to_host.nbytes))
+assert (to_host == new).all()
 b.close(); destroy(name)
 """,
         name,
