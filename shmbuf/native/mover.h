@@ -158,6 +158,7 @@ struct HostMover {
 class DeviceMover {
  public:
   static constexpr u64 kStaged = 8u << 20;  // bytes that go through pinned memory at a time
+  static constexpr u64 kShort = 48u << 10;
 
   explicit DeviceMover(DeviceRows &rows) : d_(rows), s_(rows.s_) {
     if (!d_.begin_use()) throw DeviceError(d_.why_not(), true);
@@ -182,25 +183,44 @@ class DeviceMover {
 
   // ---- the writer ----
   struct Ring {
-    const u8 *host;
+    u32 index;
     u64 device;  // 0: the bytes are in the segment
   };
-  Ring ring(u32 i, bool on_device) {
-    if (!on_device) d_.pin_ring(i);
-    return {s_.ring(i), on_device ? device_ring(std::min(load(s_.slot(i).device_ring, relaxed), s_.header().built.home.rings) - 1) : 0};
+  Ring ring(u32 i, bool on_device) const {
+    return {i, on_device ? device_ring(std::min(load(s_.slot(i).device_ring, relaxed), s_.header().built.home.rings) - 1) : 0};
   }
   void begin(const Owner &me) {
     DeviceWork &w = s_.control().device_work;
     w.pid = me.pid, w.start_ticks = me.start_ticks, w.pid_namespace = me.pid_namespace;
     store(w.since_ns, now_ns(), release);
   }
+  // What is short is collected first: rows of many small records follow each other in storage, and a copy of the driver's costs as much as
+  // some 50 KB do here.
   void copy(u64 to, Ring from, u64 o, u64 n) {
-    if (from.device) check(d().device_to_device(d_.address_ + to, from.device + o, n, lane_->stream), "cuMemcpyDtoDAsync");
-    else check(d().host_to_device(d_.address_ + to, from.host + o, n, lane_->stream), "cuMemcpyHtoDAsync");
+    if (from.device) {
+      send();
+      check(d().device_to_device(d_.address_ + to, from.device + o, n, lane_->stream), "cuMemcpyDtoDAsync");
+    } else if (n > kShort) {
+      send();
+      d_.pin_ring(from.index);
+      check(d().host_to_device(d_.address_ + to, s_.ring(from.index) + o, n, lane_->stream), "cuMemcpyHtoDAsync");
+    } else {
+      if (short_ && to != short_to_ + short_) send();
+      if (sent_ + short_ + n > kStaged) {
+        send();
+        lane_->wait();  // before these bytes are used again
+        sent_ = 0;
+      }
+      if (!short_) short_to_ = to;
+      copy_bytes(lane_->host(kStaged) + sent_ + short_, s_.ring(from.index) + o, n);
+      short_ += n;
+    }
   }
   void settle() {
+    send();
     FAILPOINT(device_copy_begun);
     lane_->wait();
+    sent_ = 0;
     FAILPOINT(device_copied);
     store(s_.control().device_work.since_ns, u64(0), release);
   }
@@ -295,6 +315,11 @@ class DeviceMover {
   const cuda::Driver &d() const { return *d_.driver_; }
 
  private:
+  void send() {
+    if (!short_) return;
+    check(d().host_to_device(d_.address_ + short_to_, lane_->host(kStaged) + sent_, short_, lane_->stream), "cuMemcpyHtoDAsync");
+    sent_ += short_, short_ = 0;
+  }
   void put_edit(EditRecord &e, const std::vector<u32> &which, const std::vector<Packed> &spans, u64 width) {
     const u64 part = std::max<u64>(1, kStaged / (width + 8));
     std::vector<Packed> columns = spans;
@@ -313,6 +338,7 @@ class DeviceMover {
   std::optional<cuda::Current> current_;
   std::unique_ptr<cuda::Lane> lane_;
   u64 slots_ = 0, places_ = 0;  // of what was staged last
+  u64 sent_ = 0, short_ = 0, short_to_ = 0;  // bytes of pinned memory under way; collected behind them; where to
 };
 
 }  // namespace shmbuf
