@@ -18,7 +18,9 @@ THREADS, CHUNKS, COLUMNS = 256, 4, 64
 Column = tuple[int, int, int, int, int]  # address, offset, bytes, shift, stride
 
 
-def parameter(base: int, at: int, mask: int, slots: int, places: int, row_bytes: int, n: int, columns: list[Column]) -> tuple[bytes, int]:
+def parameter(
+    base: int, at: int, mask: int, slots: int, places: int, row_bytes: int, n: int, columns: list[Column]
+) -> tuple[bytes, int]:
     """As the core packs it, and the number of blocks."""
     out, blocks = struct.pack("<6Q2I", base, at, mask, slots, places, row_bytes, n, len(columns)), 0
     for address, offset, width, shift, stride in columns:
@@ -81,7 +83,14 @@ class Thread:
             self.r[a[0]] = self.value(a[1]) % limit
         else:
             x, y = self.value(a[1]), self.value(a[2])
-            ways = {"add": x + y, "sub": x - y, "mul": x * y, "shl": x << min(y, 64), "and": x & y, "div": x // y if y else 0}
+            ways = {
+                "add": x + y,
+                "sub": x - y,
+                "mul": x * y,
+                "shl": x << min(y, 64),
+                "and": x & y,
+                "div": x // y if y else 0,
+            }
             wide = 1 << 64 if "wide" in what else limit
             self.r[a[0]] = ways[what[0]] % wide
 
@@ -159,7 +168,10 @@ def test_many_columns_find_their_blocks():
     launch("shmbuf_gather", memory, parameter(1024, 0, 2**64 - 1, 0, 0, row_bytes, n, columns))
     for address, offset, width, _, _ in columns:
         for j in (0, 1, 127, 128, n - 1):
-            assert memory[address + j * width : address + (j + 1) * width] == before[1024 + j * row_bytes + offset :][:width]
+            assert (
+                memory[address + j * width : address + (j + 1) * width]
+                == before[1024 + j * row_bytes + offset :][:width]
+            )
 
 
 @pytest.mark.skipif(not shutil.which("ptxas"), reason="ptxas is not installed")
@@ -168,5 +180,7 @@ def test_it_compiles(device, tmp_path):
     file = tmp_path / "kernels.ptx"
     file.write_text(native.device_kernels())
     assert ".target sm_70\n" in native.device_kernels()
-    done = subprocess.run(["ptxas", f"-arch={device}", "--warning-as-error", "-o", tmp_path / "out", file], capture_output=True, text=True)
+    done = subprocess.run(
+        ["ptxas", f"-arch={device}", "--warning-as-error", "-o", tmp_path / "out", file], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
