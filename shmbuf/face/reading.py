@@ -106,7 +106,7 @@ class Reading(Transforming):
 
     def _draw(self, n: int, out: TensorDictBase | None, timeout: float | None, how: dict[str, Any]) -> TensorDictBase:
         sampler, buffer = self._sampler, self.buffer
-        pin = self._pin or (self._sender is not None and self._sender.pins)
+        pin = (self._pin or (self._sender is not None and self._sender.pins)) and self._storage._on is None
         if self._decides is not None and any(p is not None and p.trajectory_settings() for p in (sampler, self._unit)):
             self._decides.check_trajectories()
         if self._rng is not None:
