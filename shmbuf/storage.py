@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf import devices
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import Lapped, SchemaError
+from shmbuf.errors import DeviceError, Lapped, NotEnoughMemory, SchemaError
 from shmbuf.forms import Rows, show
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
@@ -232,8 +232,12 @@ class ShmStorage(Outs, Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
-        if self.buffer.device != "cpu":
-            self._on = OnDevice(self.buffer)
+        self._on = None
+        if self.buffer._place.wish is not None:
+            with contextlib.suppress(
+                DeviceError, NotEnoughMemory
+            ):  # it can put, and reading by way of the host works, or says why not
+                self._on = OnDevice(self.buffer)
         self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]

@@ -99,3 +99,25 @@ def test_storages_say_where_they_are_before_and_after(over):
         "try: ShmStorage(10, device='mps')\nexcept ValueError as e: say('ValueError', 'nvidia-smi' in str(e))"
     )
     assert over(code).splitlines() == ["cuda", "cuda:0 cuda:0", "cpu cpu", "ValueError True"]
+
+
+def test_a_collector_without_the_device_extends_a_replay_buffer(begin, name):
+    make = TORCH + (
+        "rb = TensorDictReplayBuffer(storage=ShmStorage(1000, name=sys.argv[1], device='cuda:0'), batch_size=32)\n"
+        "rb.extend(td(0, 50)); say('made')\nwhile (what := sys.stdin.readline().strip()): say(eval(what))"
+    )
+    maker = begin(make, name)
+    assert line(maker) == "made"
+    join = (
+        "import sys; sys.modules['cuda.bindings.driver'] = None\n"
+        + TORCH
+        + "rb = shmbuf.attach(sys.argv[1]); say('attached')\n"
+        "def tried(f):\n    try: return f()\n    except Exception as e: return f'{type(e).__name__}: {e}'\n"
+        "while (what := sys.stdin.readline().strip()): say(tried(lambda: eval(what)))"
+    )
+    other = begin(join, name)
+    assert line(other) == "attached"
+    assert ask(other, "rb.extend(td(50, 7)).tolist()") == str(list(range(50, 57)))
+    said = ask(other, "rb.sample()")
+    assert said.startswith("DeviceError") and "shmbuf[cuda]" in said
+    assert ask(maker, "right(rb[:]) and len(rb)") == "57"
