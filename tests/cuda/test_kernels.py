@@ -29,10 +29,11 @@ def parameter(
     return out.ljust(56 + 32 * COLUMNS, b"\0"), blocks
 
 
+SIZE = {"8": 1, "16": 2, "32": 4, "64": 8}  # bytes of so many bits
+
+
 class Thread:
     """One thread of a kernel: registers are whole numbers, memory is one array of bytes."""
-
-    SIZE = {"8": 1, "16": 2, "32": 4, "64": 8}
 
     def __init__(self, lines: list[str], labels: dict[str, int], memory: bytearray, m: bytes, block: int, thread: int):
         self.lines, self.labels, self.memory, self.m = lines, labels, memory, m
@@ -66,7 +67,7 @@ class Thread:
             space, vector = what[1], 2 if "v2" in what else 1
             place, names = (a[1], a[0]) if what[0] == "ld" else (a[0], a[1])
             base, _, ahead = place.strip("[]").partition("+")
-            address, size = self.r[base] + int(ahead or 0), self.SIZE[bits]
+            address, size = self.r[base] + int(ahead or 0), SIZE[bits]
             assert address % (size * vector) == 0, f"{what}: address {address} is not aligned"
             for i, name in enumerate(names.strip("{}").split(",")):
                 lo = address + i * size
@@ -75,7 +76,7 @@ class Thread:
                     self.stores.append(lo)
                 else:
                     source = self.m if space == "param" else self.memory
-                    assert 0 <= lo and lo + size <= len(source), f"{what}: address {lo} is outside"
+                    assert lo >= 0 and lo + size <= len(source), f"{what}: address {lo} is outside"
                     self.r[name.strip()] = int.from_bytes(source[lo : lo + size], "little")
         elif what[0] == "setp":
             self.r[a[0]] = getattr(operator, what[1])(self.value(a[1]), self.value(a[2]))
