@@ -453,7 +453,7 @@ class ShmStorage(Outs, Cells):
             self.schema()
         schema = self._ready
         assert schema is not None
-        if out is not None and (self._shadowed or self._on is not None):
+        if out is not None and self._shadowed:
             return self._copy_into(out, self.draw(n, timeout=timeout))
         if out is None:
             leaves = self._fresh(n, pin)
@@ -463,8 +463,13 @@ class ShmStorage(Outs, Cells):
         if self._on is None:
             buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
         else:
-            of = self._on.columns(schema, leaves[:-2])
-            buffer._drawn("draw_device", (of, n, ids, slots), n, seconds_of(timeout), self._on.stream())
+            of = [(c.offset, c.nbytes, at) for c, at in zip(schema.columns, columns, strict=True)]
+            numbers = np.empty((2, n), np.int64)  # the host's, wherever out has them
+            where = [address_of(a) for a in numbers] if out is not None else [ids, slots]
+            buffer._drawn("draw_device", (of, n, *where), n, seconds_of(timeout), self._on.stream())
+            if out is not None:
+                for key, a in zip(NUMBERS, numbers, strict=True):
+                    out.get(key).copy_(torch.from_numpy(a))
         if out is not None:
             return out
         return make_tensordict(self._sample_tree, leaves, torch.Size((n,)))

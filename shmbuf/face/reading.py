@@ -125,7 +125,7 @@ class Reading(Transforming):
             buffer.refund_samples(n - got)
         if self._writer.tracks_generations:
             td.set("index_generation", td.get("row_id") // self.buffer.capacity)
-        td = self._storage.delivered(td)
+        td = self._storage.delivered(td) if out is None else td
         return td if self._storage.ndim == 1 else self._storage.located(td)
 
     def _counted(self, td: TensorDictBase, n: int) -> int:

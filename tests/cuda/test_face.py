@@ -55,7 +55,7 @@ def test_two_learners_and_two_collectors_share_one_device_buffer(begin, name):
         )
         == "tensor([True, True])"
     )  # B146
-    assert ask(other, "len(rb.query((traj.length == 5) & (traj.reward.sum() > 100)))") == "15"
+    assert ask(other, "len(rb.query((traj.length == 5) & (traj.reward.sum() > 100)))") == "16"
     assert ask(other, "right(rb[:]) and rb[-1]['k'].item()") == "99"
     assert (
         ask(
