@@ -57,7 +57,8 @@ class Reading(Transforming):
         """
         if self._shut:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
-        self._send_to(device)
+        if device is not None or self._sender is not None:
+            self._send_to(device)
         n = positive(batch_size) if batch_size is not None else self._batch_size
         if n is None:
             if out is None:
