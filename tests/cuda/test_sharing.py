@@ -181,8 +181,8 @@ def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
     assert line(waiting) == "attached cuda:0"
     waiting.stdin.write("b.wait_rows(50)\n")
     waiting.stdin.flush()
-    os.kill(steward_of(name), signal.SIGKILL)
-    pid = steward_of_dead(name)
+    pid = steward_of(name)
+    os.kill(pid, signal.SIGKILL)
     until(lambda: gone(pid))
     for what in ("b.gather([0])", "b.draw(2)", "b.put(rows(11))", "b.extend(rows(11))"):
         said = ask(reader, what)
@@ -192,14 +192,6 @@ def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
         lambda: ask(collector, "b.put(rows(11))").startswith("StorageLost")
     )  # as soon as one of those who saw it said so
     assert maker.poll() is None and ask(maker, "tried(lambda: b.draw(1))").startswith("StorageLost")
-
-
-def steward_of_dead(name) -> int:
-    handle = segment.attach(name, watch=True)
-    try:
-        return max((m for m in handle.members() if not m["roles"]), key=lambda m: m["since"])["pid"]
-    finally:
-        handle.close()
 
 
 def test_a_steward_that_is_not_needed_leaves(begin, name):
