@@ -169,7 +169,7 @@ class Attachment:
                         "full": full,
                         "timeout": timeout,
                         "drain": drain,
-                        "device": place,
+                        **({} if place is None else {"device": place["uuid"]}),
                     }
                     return cls._attach_existing(name, asked, ring_bytes, given)  # type: ignore[arg-type]
                 except BufferNotFound:
@@ -195,6 +195,7 @@ class Attachment:
         self = cls.attach(name)
         try:
             has = {"capacity": self.capacity, "max_collectors": self._header["max_collectors"], **self.config}
+            has["device"] = (has.get("device") or {}).get("uuid", "cpu")
             other = [
                 f"{k}: has {has.get(k)!r}, asked for {v!r}"
                 for k, v in asked.items()

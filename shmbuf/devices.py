@@ -4,9 +4,11 @@ which is imported only when a buffer wants a device."""
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from shmbuf._extension import native
 from shmbuf.errors import DeviceError, NotEnoughMemory, StorageLost
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Place:
         self.name, self.wish = name, wish
         self.hold: Hold | None = None
         self.error: Exception | None = None  # why this process does not have them
+        self._lock = threading.Lock()
 
     def make(self, handle: Any, size: int) -> tuple[int, bytes, int, bytes, int]:
         """The memory of a buffer that is being built: for `Handle.build`. Raises DeviceError, NotEnoughMemory."""
@@ -67,20 +70,29 @@ class Place:
 
     def map(self, handle: Any) -> None:
         """Have the rows of a built buffer in this process. Where that cannot be, `error` says why; StorageLost is raised: they are gone."""
-        if self.wish is None or handle.device_rows is not None:
+        if self.wish is None:
             return
-        try:
-            if self.hold is None:
-                from shmbuf.cuda import holding
+        with self._lock:
+            if handle.device_rows is not None:
+                return
+            try:
+                if self.hold is None:
+                    from shmbuf.cuda import holding
 
-                self.hold = holding.take(self.name, handle)
-            hold = self.hold
-            handle.map_rows(hold.memory.address, hold.memory.bytes, hold.memory.context)
-            hold.built()
-            hold.watch(lambda: self._gone(handle))
-            self.error = None
-        except (DeviceError, NotEnoughMemory) as e:
-            self.error = e
+                    self.hold = holding.take(self.name, handle)
+                hold = self.hold
+                handle.map_rows(hold.memory.address, hold.memory.bytes, hold.memory.context)
+                hold.built()
+                hold.watch(lambda: self._gone(handle))
+                self.error = None
+            except (DeviceError, NotEnoughMemory) as e:
+                self.error = e
+            except native.Gone as e:
+                if len(e.args) < 2:  # closed, say
+                    raise
+                self.error = DeviceError(
+                    f"the rows of buffer {self.name!r} cannot be used in this process: {e.args[1]}"
+                )
 
     def _gone(self, handle: Any) -> None:
         """The steward is dead: so everybody hears it, also those who do not have the memory."""

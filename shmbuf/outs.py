@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from shmbuf._extension import native
 from shmbuf.errors import SchemaError
+from shmbuf.on_device import OnDevice
 from shmbuf.schema import Key, Schema, show_key
 from shmbuf.tensors import tensor_leaves
 
@@ -21,6 +22,7 @@ class Outs:
     """What a `ShmStorage` does with ``out=``."""
 
     schema: Any
+    _on: OnDevice | None
     _out_schema: Schema
     _out_columns: Any
 
@@ -53,12 +55,14 @@ class Outs:
         """The addresses of a caller's tensors, checked; index and row_id are added to out if they are missing."""
         if tuple(out.batch_size) != (n,):
             raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
-        addresses = native.addresses_in(self._out_columns, out, n) if type(out) is TensorDict else None
+        host = self._on is None
+        where = torch.device("cpu") if self._on is None else self._on.device
+        addresses = native.addresses_in(self._out_columns, out, n) if host and type(out) is TensorDict else None
         if addresses is not None:
             return addresses
         leaves = tensor_leaves(out)
         added: dict[Key, torch.Tensor] = {
-            k: torch.empty(n, dtype=torch.int64) for k in (("row_id",), ("index",)) if k not in leaves
+            k: torch.empty(n, dtype=torch.int64, device=where) for k in NUMBERS if k not in leaves
         }
         leaves.update(added)
         for c in self._out_schema.columns:
@@ -66,9 +70,11 @@ class Outs:
             if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
                 got = "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}"
                 raise SchemaError(f"out, key {key}: got {got}, expected {c}")
-            plain_cpu = t.layout == torch.strided and t.device.type == "cpu" and t.is_contiguous()
-            if not plain_cpu or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
-                raise SchemaError(f"out, key {key}: has to be a plain contiguous CPU tensor to be written into")
+            plain = t.layout == torch.strided and t.device == where and t.is_contiguous()
+            if not plain or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
+                raise SchemaError(
+                    f"out, key {key}: has to be a plain contiguous {'CPU' if where.type == 'cpu' else where} tensor to be written into"
+                )
         spans = sorted((leaves[c.key].data_ptr(), n * c.nbytes, show_key(c.key)) for c in self._out_schema.columns)
         for (start, nbytes, key), (following, _, other) in itertools.pairwise(spans):
             if nbytes and start + nbytes > following:

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf import devices
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import Lapped, SchemaError
+from shmbuf.errors import DeviceError, Lapped, NotEnoughMemory, SchemaError
 from shmbuf.forms import Rows, show
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
@@ -232,8 +232,12 @@ class ShmStorage(Outs, Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
-        if self.buffer.device != "cpu":
-            self._on = OnDevice(self.buffer)
+        self._on = None
+        if self.buffer._place.wish is not None:
+            with contextlib.suppress(
+                DeviceError, NotEnoughMemory
+            ):  # it can put, and reading by way of the host works, or says why not
+                self._on = OnDevice(self.buffer)
         self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = _tensor_columns(schema, self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
@@ -449,7 +453,7 @@ class ShmStorage(Outs, Cells):
             self.schema()
         schema = self._ready
         assert schema is not None
-        if out is not None and (self._shadowed or self._on is not None):
+        if out is not None and self._shadowed:
             return self._copy_into(out, self.draw(n, timeout=timeout))
         if out is None:
             leaves = self._fresh(n, pin)
@@ -459,8 +463,13 @@ class ShmStorage(Outs, Cells):
         if self._on is None:
             buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
         else:
-            of = self._on.columns(schema, leaves[:-2])
-            buffer._drawn("draw_device", (of, n, ids, slots), n, seconds_of(timeout), self._on.stream())
+            of = [(c.offset, c.nbytes, at) for c, at in zip(schema.columns, columns, strict=True)]
+            numbers = np.empty((2, n), np.int64)  # the host's, wherever out has them
+            where = [address_of(a) for a in numbers] if out is not None else [ids, slots]
+            buffer._drawn("draw_device", (of, n, *where), n, seconds_of(timeout), self._on.stream())
+            if out is not None:
+                for key, a in zip(NUMBERS, numbers, strict=True):
+                    out.get(key).copy_(torch.from_numpy(a))
         if out is not None:
             return out
         return make_tensordict(self._sample_tree, leaves, torch.Size((n,)))

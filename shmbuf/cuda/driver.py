@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -79,7 +78,7 @@ def bindings() -> Any:
         return _started[1]
     with _lock:
         try:
-            d = importlib.import_module("cuda.bindings.driver")
+            from cuda.bindings import driver as d
         except ImportError as e:
             raise DeviceError(
                 f"rows in CUDA memory need NVIDIA's cuda-bindings, which cannot be imported here ({e}): {_INSTALL}"

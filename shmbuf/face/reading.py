@@ -57,7 +57,8 @@ class Reading(Transforming):
         """
         if self._shut:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
-        self._send_to(device)
+        if device is not None or self._sender is not None:
+            self._send_to(device)
         n = positive(batch_size) if batch_size is not None else self._batch_size
         if n is None:
             if out is None:
@@ -106,7 +107,7 @@ class Reading(Transforming):
 
     def _draw(self, n: int, out: TensorDictBase | None, timeout: float | None, how: dict[str, Any]) -> TensorDictBase:
         sampler, buffer = self._sampler, self.buffer
-        pin = self._pin or (self._sender is not None and self._sender.pins)
+        pin = (self._pin or (self._sender is not None and self._sender.pins)) and self._storage._on is None
         if self._decides is not None and any(p is not None and p.trajectory_settings() for p in (sampler, self._unit)):
             self._decides.check_trajectories()
         if self._rng is not None:
@@ -125,7 +126,7 @@ class Reading(Transforming):
             buffer.refund_samples(n - got)
         if self._writer.tracks_generations:
             td.set("index_generation", td.get("row_id") // self.buffer.capacity)
-        td = self._storage.delivered(td)
+        td = self._storage.delivered(td) if out is None else td
         return td if self._storage.ndim == 1 else self._storage.located(td)
 
     def _counted(self, td: TensorDictBase, n: int) -> int:

@@ -17,7 +17,18 @@ DEVICE = os.environ.get("SHMBUF_TEST_DEVICE", "cuda:0")
 # By test, or by file: why it is not asked of a device.
 FORK = "CUDA does not survive a fork; tests/cuda/test_sharing.py has what a child can do"
 VIEW = "rows in device memory have no views"
+LAST = "rows in device memory go with the last who has them open"
+THREAD = "a sleeping thread hands the memory to those who attach"
 NOT_ON_A_DEVICE = {
+    "tests/unit/test_epochs.py::test_a_fork_child_begins_an_epoch_of_its_own": FORK,
+    "tests/unit/test_slices.py::test_a_fork_child_draws_slices": FORK,
+    "tests/unit/test_journal.py::test_the_clock_tells_when_how_much_was_stored": FORK,
+    "tests/unit/test_loading.py::test_a_killed_load_leaves_what_it_had_loaded_and_stops_nobody": FORK,
+    "tests/unit/test_bad_input_torch.py::test_a_tensor_without_memory_does_not_crash_the_process": FORK,
+    "tests/unit/test_attach_torch.py::test_the_context_manager_closes": LAST,
+    "tests/unit/test_face_ways.py::test_what_is_held_back_is_stored_by_flush_and_close": LAST,
+    "tests/unit/test_face_prefetch.py::test_no_thread_is_left": THREAD,
+    "tests/unit/test_handles.py::test_caller_means_no_thread_at_all": THREAD,
     "tests/unit/test_priorities.py::test_a_fork_child_sets_and_draws": FORK,
     "tests/unit/test_pins.py::test_the_rows_in_place_in_two_parts_where_the_storage_wraps": VIEW,
     "tests/unit/test_pins.py::test_it_holds_up_whoever_needs_its_slots_and_nobody_else": VIEW,

@@ -56,10 +56,11 @@ b.close(); say("closed"); wait()
 
 
 def line(p: subprocess.Popen) -> str:
-    got = p.stdout.readline().strip()  # type: ignore[union-attr]
-    if not got and p.poll() is not None:
+    got = p.stdout.readline()  # type: ignore[union-attr]
+    if not got:
+        p.wait(60)
         raise AssertionError(f"it ended with {p.returncode}: {p.stderr.read()[-3000:]}")  # type: ignore[union-attr]
-    return got
+    return got.strip()
 
 
 def ask(p: subprocess.Popen, what: str) -> str:

@@ -181,8 +181,8 @@ def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
     assert line(waiting) == "attached cuda:0"
     waiting.stdin.write("b.wait_rows(50)\n")
     waiting.stdin.flush()
-    os.kill(steward_of(name), signal.SIGKILL)
-    pid = steward_of_dead(name)
+    pid = steward_of(name)
+    os.kill(pid, signal.SIGKILL)
     until(lambda: gone(pid))
     for what in ("b.gather([0])", "b.draw(2)", "b.put(rows(11))", "b.extend(rows(11))"):
         said = ask(reader, what)
@@ -192,14 +192,6 @@ def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
         lambda: ask(collector, "b.put(rows(11))").startswith("StorageLost")
     )  # as soon as one of those who saw it said so
     assert maker.poll() is None and ask(maker, "tried(lambda: b.draw(1))").startswith("StorageLost")
-
-
-def steward_of_dead(name) -> int:
-    handle = segment.attach(name, watch=True)
-    try:
-        return max((m for m in handle.members() if not m["roles"]), key=lambda m: m["since"])["pid"]
-    finally:
-        handle.close()
 
 
 def test_a_steward_that_is_not_needed_leaves(begin, name):
@@ -268,6 +260,29 @@ def test_a_process_without_the_bindings_puts_and_says_why_it_cannot_read(begin, 
     assert ask(maker, "(b.drain(), stored(b)[-1])[1]") == "10"
 
 
+def test_a_context_that_cannot_take_the_kernels_is_told_in_the_driver_s_words(begin, name):
+    maker = begin(MAKER, name)
+    assert line(maker) == "made"
+    user = begin(USER, name, STANDIN_FAIL="cuModuleLoadData=801")
+    assert line(user) == "attached cuda:0"
+    said = ask(user, "b.gather([0])")
+    assert said.startswith("DeviceError") and "cuModuleLoadData" in said and "CUDA_ERROR_NOT_SUPPORTED" in said
+    assert ask(user, "b.put(rows(10)).rows") == "1"
+
+
+def test_who_finds_it_takes_its_device_as_it_is_and_no_other(begin, name):
+    both = {"STANDIN_DEVICES": f"{A},{B}"}
+    maker = begin(MAKER, name, **both)
+    assert line(maker) == "made"
+    other = begin(USER, name, **both)
+    assert line(other) == "attached cuda:0"
+    same = "Buffer.create(sys.argv[1], 100, schema=SPEC, drain='caller', ring_bytes=4096, exists='attach', device={}).device"
+    assert ask(other, same.format("'cuda:0', device_rings=3")) == "cuda:0"
+    assert ask(other, same.format("None")) == "cuda:0"
+    said = ask(other, same.format("'cuda:1'"))
+    assert said.startswith("BufferExists") and f"GPU-{A}" in said and f"GPU-{B}" in said
+
+
 def test_a_fork_child_puts_and_says_why_it_cannot_read(over, name):  # B142
     code = PRELUDE + (
         "b = Buffer.create(sys.argv[1], 100, schema=SPEC, device='cuda', drain='caller', ring_bytes=4096); b.extend(rows(0, 3))\n"
@@ -290,7 +305,7 @@ def test_a_fork_child_that_lives_on_keeps_no_memory_and_holds_nobody_up(begin, n
         assert device_files(maker.pid) == 2
         maker.kill()
         maker.wait()
-        assert device_files(child) == 1  # the driver's own
+        until(lambda: device_files(child) == 1)  # the driver's own
         user = begin(USER, name)
         user.stdout.readline()
         user.wait(60)

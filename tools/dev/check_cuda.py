@@ -15,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -90,7 +91,7 @@ def make(size: Sizes, name: str | None, **how: Any) -> Any:
 
 
 def worker(role: str, name: str, n: int, seconds: float) -> None:
-    """A process of its own: says how many rows it moved, once a second, and the rate at the end."""
+    """A process of its own: says now and then when it had moved how many rows, and the rate at the end."""
     import shmbuf
 
     rb = shmbuf.attach(name)
@@ -110,7 +111,7 @@ def worker(role: str, name: str, n: int, seconds: float) -> None:
         moved += n
         if now - told > 0.2 and role in ("collect", "learn"):
             told = now
-            print(moved, flush=True)
+            print(f"{now} {moved}", flush=True)
     print(json.dumps({"rows_a_second": moved / (time.monotonic() - since)}), flush=True)
     rb.close()
 
@@ -150,13 +151,15 @@ def conformance(standin: bool) -> Iterator[Line]:
     yield Line("tests of host storages, over a device", re.sub(r"=+ ?", "", last), "all pass", done.returncode == 0)
 
 
-def progress(p: subprocess.Popen) -> bool:
-    """Whether it moved rows after now."""
-    for _ in range(3):  # what it said before
-        line = p.stdout.readline()  # type: ignore[union-attr]
-        if not line or line.startswith("torn"):
-            return False
-    return True
+def goes_on(p: subprocess.Popen, since: float) -> bool:
+    """Whether it moves rows after this moment; within half a minute."""
+    impatient = threading.Timer(30, p.kill)
+    impatient.start()
+    try:
+        said: Iterator[str] = p.stdout  # type: ignore[assignment]  # it ends with the process, also where that meets a torn row
+        return any(line[:1].isdigit() and float(line.split()[0]) > since + 0.5 for line in said)
+    finally:
+        impatient.cancel()
 
 
 def deaths(size: Sizes) -> Iterator[Line]:
@@ -181,7 +184,8 @@ def deaths(size: Sizes) -> Iterator[Line]:
             }[victim]
             doomed.send_signal(signal.SIGKILL)
             doomed.wait()
-            on = [progress(p) for p in others if p is not doomed]
+            since = time.monotonic()
+            on = [goes_on(p, since) for p in others if p is not doomed]
             yield Line(
                 f"{victim} killed",
                 f"{sum(on)} of {len(on)} others go on, rows right",
