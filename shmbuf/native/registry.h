@@ -81,7 +81,10 @@ inline Owner describe_self() {
 // namespace it cannot be seen: then time must do, as it must where the driver does not come to an end with it.
 inline constexpr u64 kDeviceLands = 100'000'000, kDeviceUnseen = 2'000'000'000, kDeviceStuck = 10'000'000'000;
 inline bool process_over(u32 pid, u64 start_ticks) {
-  if (!pid || process_start_ticks(pid) != start_ticks) return true;
+  if (!pid) return true;
+  const u64 now = process_start_ticks(pid);
+  if (!now) return kill(pid_t(pid), 0) && errno == ESRCH;  // or /proc hides another user's
+  if (now != start_ticks) return true;
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%u/task", pid);
   DIR *tasks = opendir(path);
