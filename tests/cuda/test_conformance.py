@@ -35,7 +35,6 @@ def test_over_a_device(driver, file):
         "tests.cuda.conformance",
         "-p",
         "no:cacheprovider",
-        "-q",
         f"tests/unit/test_{file}.py",
     ]
     env = {**os.environ, **driver, "STANDIN_DELAY_US": "0", "SHMBUF_NATIVE": "failpoints"}

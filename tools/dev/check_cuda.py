@@ -136,7 +136,7 @@ def conformance(standin: bool) -> Iterator[Line]:
     import importlib.util
 
     files = [f"tests/unit/test_{name}.py" for name in CONFORMANCE]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.cuda.conformance", "-q", "--timeout", "100", "-x", *files]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.cuda.conformance", "--timeout", "100", "-x", *files]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(8, os.cpu_count() or 1))]
     done = subprocess.run(
