@@ -109,6 +109,10 @@ class Place:
         self.map(handle)
         if self.error is not None:
             raise type(self.error)(*self.error.args) from None
+        if self.wish is None:
+            raise DeviceError(
+                f"the rows of buffer {self.name!r} are said to lie in device memory, and its configuration knows of none: it is damaged"
+            )
 
     def map_when_ready(self, handle: Any, leave_when_alone: bool) -> None:
         """For processes of their own: as :meth:`require`, waiting for the buffer to be built, or destroyed, or left. Nothing, of host rows."""
