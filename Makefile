@@ -77,7 +77,7 @@ $(VENV)/.made:
 # An editable install with both builds of the core: the shipped one and the one whose steps can be killed by name.
 $(VENV)/.built: $(VENV)/.made $(SOURCES)
 	$(PIP) -c requirements/dev.txt scikit-build-core nanobind cmake ninja
-	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples,datasets]'
+	$(PIP) -c requirements/dev.txt --no-build-isolation $(NATIVE) -e '.[test,dev,examples,datasets,ray]'
 	touch $@
 
 # TorchRL wants an older tensordict than we do: these few packages in an environment of their own, over all that is in $(VENV).

@@ -76,6 +76,7 @@ _HOME = {
     ),
     **dict.fromkeys(("Reward2GoTransform", "MultiStepTransform", "CatFrames", "BurnInTransform"), "transforms"),
     **dict.fromkeys(("RateLimiter", "MinSize", "Queue"), "limiter"),
+    "ShardedReplayBuffer": "distributed",
     **dict.fromkeys(
         (
             "attach",
@@ -92,6 +93,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
     from shmbuf.buffer import Buffer
+    from shmbuf.distributed import ShardedReplayBuffer
     from shmbuf.ensemble import ReplayBufferEnsemble, StorageEnsemble
     from shmbuf.errors import *  # noqa: F403
     from shmbuf.limiter import MinSize, Queue, RateLimiter

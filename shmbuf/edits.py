@@ -13,10 +13,12 @@ from shmbuf._extension import native
 from shmbuf.errors import RingFull, SchemaError
 from shmbuf.reading import Reading, address_of, as_ids
 from shmbuf.rows import as_array
-from shmbuf.schema import Column, as_key, flatten, show_key
+from shmbuf.schema import Column, Schema, as_key, core_columns, flatten, show_key
 from shmbuf.ticket import EditTicket, Nothing, left_of, same_ids, seconds_of
 
 _STATUS = native.STATUSES
+MAX_KNOWN = 64  # sets of keys
+ROW = Column(("row_id",), "int64", ())
 
 
 class Edits(Reading):
@@ -57,6 +59,13 @@ class Edits(Reading):
     def _edit(
         self, ids: Any, rows: Mapping, timeout: float | None, wake: bool, version: Any, require_newer: bool
     ) -> EditTicket:
+        if version is None and type(rows) is dict and type(ids) is np.ndarray:
+            known = self._known_columns((*rows,))
+            leaves = [*rows.values(), ids]
+            if known is not None and all(type(a) is np.ndarray for a in leaves):
+                ticket = self.edit_leaves(known, leaves, len(ids) if ids.ndim else 0, False, False, wake, timeout)
+                if ticket is not None:
+                    return ticket
         ids = as_ids(ids)
         columns, arrays = self._spans(rows, len(ids))
         kind = 0
@@ -69,9 +78,34 @@ class Edits(Reading):
             arrays.insert(0, arrays.pop(at))
         if not len(ids) or not columns:
             return EditTicket(Nothing, self, same_ids)  # type: ignore[arg-type]
-        self._require_known(ids)
         spans = [(c.offset, c.nbytes) for c in columns]
         return self.submit_edit(spans, [address_of(a) for a in arrays], ids, wake, timeout, kind)
+
+    def _use_schema(self, schema: Schema) -> None:
+        super()._use_schema(schema)
+        self._known: dict[tuple, Any] = {}  # columns for the core, by the keys of a mapping
+
+    def _known_columns(self, keys: tuple) -> Any:
+        """Of these keys of a mapping and, last, of row ids; None: look closer."""
+        if self._schema is None:
+            return None
+        if keys not in self._known:
+            places = {k: c for c in self._schema.columns for k in (c.key, *(c.key if len(c.key) == 1 else ()))}
+            columns = [places[k] for k in keys if k in places]
+            if not keys or len(set(columns)) < len(keys):  # unknown, nested, or named twice
+                return None
+            if len(self._known) >= MAX_KNOWN:
+                self._known = {}
+            self._known[keys] = core_columns([*columns, ROW])
+        return self._known[keys]
+
+    def edit_leaves(
+        self, columns: Any, leaves: list, n: int, tensors: bool, by_slot: bool, wake: bool, timeout: float | None
+    ) -> EditTicket | None:
+        """For the floors above: an edit of n rows by what they have in each of ``columns`` and, last, by their ids or (by_slot) by
+        their slots, negative ones from the end. None: it is not what the core takes as it is, and nothing is changed."""
+        t = self._call("edit_leaves", columns, leaves, n, tensors, by_slot, seconds_of(timeout), wake)
+        return None if t is None else self._submitted(t, timeout)
 
     def _require_known(self, ids: np.ndarray) -> None:
         end = self._get("window")[2]
@@ -115,19 +149,26 @@ class Edits(Reading):
         """For the floors above: an edit of (offset, bytes) of each row, checked; addresses: of the packed new values; version: what
         the first span is, where it is compared."""
         seconds = seconds_of(timeout)
-        t = self._call("edit", spans, addresses, address_of(ids), len(ids), seconds, wake, version)
-        ticket = EditTicket(t, self, same_ids)  # type: ignore[arg-type]
-        why = _STATUS[t.status]
-        if why == "never":
+        while True:
+            t = self._call("edit", spans, addresses, address_of(ids), len(ids), seconds, wake, version)
+            if _STATUS[t.status] != "unknown_row":
+                break
+            self._require_known(ids)
+        if _STATUS[t.status] == "never":
             raise SchemaError(
                 f"one edited row has {sum(b for _, b in spans):,} bytes, the ring {self._header['ring_bytes']:,}: a record is at "
                 "most half of it. Edit fewer keys at a time, or create the buffer with a larger ring_bytes"
             )
-        if why == "full" and not ticket.rows:
-            raise RingFull(
-                f"the ring has no room for an edit after {seconds:g} s: {failures.held_up_text(self)} Nothing was changed."
-            )
+        return self._submitted(t, timeout)
+
+    def _submitted(self, t: Any, timeout: float | None) -> EditTicket:
+        ticket = EditTicket(t, self, same_ids)  # type: ignore[arg-type]
         if t.status:
+            why, seconds = _STATUS[t.status], seconds_of(timeout)
+            if why == "full" and not ticket.rows:
+                raise RingFull(
+                    f"the ring has no room for an edit after {seconds:g} s: {failures.held_up_text(self)} Nothing was changed."
+                )
             failures.put_failed(self, why, ticket, seconds)  # type: ignore[arg-type]
         return ticket
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from shmbuf.errors import BufferFormatError, SchemaError
 from shmbuf.rows import as_array
@@ -142,6 +142,13 @@ def take_items(items: list[Any]) -> Rows:
                 raise SchemaError(f"key {show_key(key)}: {got} in item {i}, {leaf.dtype}{list(leaf.shape)} in item 0")
         leaves[key] = torch.stack(column)
     return Rows(first.form, leaves, len(items))
+
+
+def as_batch(rows: Rows, items: list[Any]) -> Any:
+    """What transforms are given of a list of rows: leaves with the rows in front, or, where some are Python values, the list."""
+    if not all(isinstance(leaf, torch.Tensor) for leaf in rows.leaves.values()):
+        return items
+    return put_together(rows.form, TensorDict(dict(rows.leaves), [rows.n]))
 
 
 def show(form: Form | None) -> str:

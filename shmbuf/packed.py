@@ -41,7 +41,7 @@ def fill(packed: Sequence[bytes], max_bytes: int, what: str) -> np.ndarray:
         if len(each) > max_bytes:
             raise SchemaError(
                 f"{what}, row {i}: the value has {len(each):,} bytes as msgpack, the column holds {max_bytes:,}; make the buffer "
-                f'with a schema that says ("msgpack", {bound_of([each])}), or shorten it. Nothing was stored.'
+                f'with a schema that says ("msgpack", {bound_of([each])}) or an example as long, or shorten it. Nothing was stored.'
             )
         out[i, : len(each)] = np.frombuffer(each, np.uint8)
     return out

@@ -241,7 +241,9 @@ def _fetched(
     """Copies of these columns and, with ``numbers``, "index" and "row_id"; without what is not stored any more, and what came before it."""
     buffer, ids = storage.buffer, listed.ids
     leaves, valid = _fetch(buffer, columns, ids)
-    listed, stays = listed.without(~valid | (ids < buffer._get("window")[1]))
+    lo, stays = buffer._get("window")[1], None
+    if len(ids) and not (valid.all() and ids.min() >= lo):
+        listed, stays = listed.without(~valid | (ids < lo))
     if stays is not None:
         kept = torch.from_numpy(stays)
         leaves = [t[kept] for t in leaves]

@@ -18,6 +18,7 @@ from shmbuf.face.making import (
     made_sampler,
     made_storage,
     set_time_dim,
+    wants_ray,
 )
 from shmbuf.face.remote import TakesRRefs
 from shmbuf.face.state import State
@@ -63,8 +64,9 @@ class ReplayBuffer(State):
         limiter: how many rows may be sampled for each one inserted, over all processes; see `RateLimiter`.
         shared, compilable: nothing to be told here: it is shared in any case, and nothing in it needs compiling. ``shared=True`` with
             ``prefetch``, which TorchRL refuses, is allowed: each handle draws its own batches ahead.
-        service_backend, transport: "direct" or None ("auto"): any process attaches to the memory. For their options and ``use_ray_service``
-            see `as_remote`.
+        service_backend: "direct" or None: any process of the machine attaches to the memory. "ray" (``use_ray_service=True`` is its
+            deprecated name): a `shmbuf.distributed.RayReplayBuffer` is made instead, for processes of other machines, too;
+            service_backend_options: {"remote_config": of its actor, "ray_init_config": …}. transport: "auto".
 
     One process constructs it; others attach by name (`shmbuf.attach`), or get the object itself: it pickles as its name, its
     transforms and the arguments of its sampler and unit (what is set later, or is a sampler's function, stays behind: see `attach`),
@@ -74,6 +76,17 @@ class ReplayBuffer(State):
     small Python values; they come back as they went in. The first write decides which. A list given to `extend` is one row an item.
     Samples of other forms than TensorDict have no "index" and "row_id" in them: ``return_info=True`` gives these.
     """
+
+    def __new__(
+        cls, *args: Any, service_backend: str | None = None, use_ray_service: bool = False, **keywords: Any
+    ) -> Any:
+        if not wants_ray(service_backend, use_ray_service):
+            return super().__new__(cls)
+        if args:
+            raise TypeError(f"{cls.__name__} takes keywords only")
+        from shmbuf.distributed.service import serve
+
+        return serve(cls, keywords, keywords.pop("service_backend_options", None))
 
     def __init__(
         self,
@@ -103,7 +116,7 @@ class ReplayBuffer(State):
         limiter: Words | None = None,
         seed: int | None = None,
     ):
-        check_service(service_backend, service_backend_options, transport, transport_options, use_ray_service)
+        check_service(service_backend, service_backend_options, transport, transport_options)
         made = self._made_writer(writer)
         if checkpointer is not None:
             raise TypeError(

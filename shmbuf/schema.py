@@ -183,6 +183,14 @@ def _name(key: Any) -> tuple[bool, Any]:
     return isinstance(key, str), key
 
 
+def core_columns(columns: Iterable[Column], dtypes: Sequence[Any] | None = None) -> Any:
+    """Some columns, where they lie in the row, for the core; see `Schema.native`."""
+    out = native.Columns()
+    for i, c in enumerate(columns):
+        out.add(c.offset, c.nbytes, list(c.shape), _STORED[c.dtype].formats, dtypes[i] if dtypes else None)
+    return out
+
+
 class Schema:
     """Columns and their places in the row.
 

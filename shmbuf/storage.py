@@ -15,7 +15,7 @@ from shmbuf import devices
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
 from shmbuf.errors import DeviceError, Lapped, NotEnoughMemory, SchemaError
-from shmbuf.forms import Rows, show
+from shmbuf.forms import Rows, show, take_items
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
 from shmbuf.on_device import OnDevice
@@ -45,6 +45,26 @@ def _check_names(schema: Schema) -> None:
             )
 
 
+def _schema_of(example: TensorDictBase | Mapping | list) -> Schema:
+    form, lead, values = None, 0, {}
+    if isinstance(example, list) and example:
+        form, leaves, _ = take_items(example)
+        lead, values = 1, {k: v for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
+    elif isinstance(example, TensorDictBase):
+        lead = int(example.batch_dims > 0)
+        leaves = tensor_leaves(example, others=values)
+    elif isinstance(example, Mapping):
+        leaves = flatten(example)
+    else:
+        raise SchemaError(
+            f"example={example!r:.80}: a TensorDict, a mapping of arrays, or a list of rows that is not empty"
+        )
+    arrays = {k: v if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in leaves.items() if k not in values}
+    columns = [*Schema.from_leaves(arrays, lead).columns] if arrays else []
+    columns += [Column(k, PACKED, (bound_of(pack_all(k, v if lead else [v])),)) for k, v in values.items()]
+    return Schema(columns, form)
+
+
 def _as_indices(ids: np.ndarray, capacity: int) -> torch.Tensor:
     return torch.from_numpy(ids % capacity)
 
@@ -56,8 +76,8 @@ def torch_dtype(c: Column) -> torch.dtype:
     return dtype
 
 
-def _tensor_columns(schema: Schema, dtypes: list[torch.dtype]) -> Any:
-    columns = schema.native(dtypes)
+def of_tensors(columns: Any, dtypes: list[torch.dtype]) -> Any:
+    """Columns for the core, which then takes tensors of these dtypes."""
     columns.set_tensor_type(torch.Tensor)
     if _EXCHANGE is not None:
         columns.set_exchange(_EXCHANGE, [torch.empty(1, dtype=d) for d in dtypes])
@@ -70,8 +90,8 @@ class ShmStorage(Outs, Cells):
     Args:
         max_size: capacity in rows.
         name: 1 to 100 characters of ``A-Za-z0-9._-``; None: unnamed, ends with the process that made it.
-        schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch whose first row is taken). With neither,
-            the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
+        schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch) or, for a `ReplayBuffer`, a list of rows as
+            `extend` takes it (``["x" * 300]``: strings up to four times that long). With neither, the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
             and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
         device: where the rows live: ``"cpu"``: in the segment; ``"cuda"``, ``"cuda:1"``, a torch.device or a GPU's UUID: in its memory, from which
             samples come without a copy on the host. Everything else stays in the segment.
@@ -91,7 +111,7 @@ class ShmStorage(Outs, Cells):
         *,
         name: str | None = None,
         schema: Mapping | Schema | None = None,
-        example: TensorDictBase | Mapping | None = None,
+        example: TensorDictBase | Mapping | list | None = None,
         device: Any = "cpu",
         device_rings: int = 1,
         ndim: int = 1,
@@ -155,16 +175,7 @@ class ShmStorage(Outs, Cells):
             make = dict(self._make)
             example = make.pop("example")
             if example is not None:
-                batched = isinstance(example, TensorDictBase) and example.batch_dims > 0
-                values: dict[Key, Any] = {}
-                leaves = (
-                    tensor_leaves(example, others=values) if isinstance(example, TensorDictBase) else flatten(example)
-                )
-                arrays = {k: v if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in leaves.items()}
-                columns = [*Schema.from_leaves(arrays, int(batched)).columns] if arrays else []
-                for k, v in values.items():
-                    columns.append(Column(k, PACKED, (bound_of(pack_all(k, v if batched else [v])),)))
-                shown = Schema(columns)
+                shown = _schema_of(example)
                 if make["schema"] is not None:
                     given = make["schema"]
                     make["schema"] = given if isinstance(given, Schema) else Schema.from_spec(given)
@@ -239,7 +250,7 @@ class ShmStorage(Outs, Cells):
             ):  # it can put, and reading by way of the host works, or says why not
                 self._on = OnDevice(self.buffer)
         self._dtypes = [torch_dtype(c) for c in schema.columns]
-        self._columns = _tensor_columns(schema, self._dtypes)
+        self._columns = of_tensors(schema.native(self._dtypes), self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
         self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *NUMBERS))
         self._weighted_tree = tree_of((*schema.keys, *NUMBERS, ("priority_weight",)))
@@ -247,9 +258,11 @@ class ShmStorage(Outs, Cells):
         self._shadowed = any(k in NUMBERS for k in schema.keys)
         if not self._shadowed:
             self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in NUMBERS)])
-            self._out_columns = _tensor_columns(self._out_schema, [*self._dtypes, torch.int64, torch.int64])
+            dtypes = [*self._dtypes, torch.int64, torch.int64]
+            self._out_columns = of_tensors(self._out_schema.native(dtypes), dtypes)
         self.presents = Presenting.of(schema)
         self._direct = self.presents is None and self.ndim == 1 and self._on is None
+        self.one: dict[Any, Any] = {}  # by key, for edits
         self._ready = schema
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -421,21 +434,20 @@ class ShmStorage(Outs, Cells):
             self._prepare(schema)
         return schema
 
-    def _fresh(self, n: int, pin: bool) -> list[torch.Tensor]:
-        """Uninitialised [n, *shape] tensors: the columns, then int64 row_id and index, which are the host's."""
+    def _fresh(self, n: int, pin: bool, weighted: bool = False) -> list[torch.Tensor]:
+        """Uninitialised [n, *shape] tensors: the columns, then int64 row_id and index, which are the host's; weighted: and a float32."""
+        numbers = [((), torch.int64), ((), torch.int64), ((), torch.float32)]
         if self._on is not None:
-            of_host = [torch.empty(n, dtype=torch.int64) for _ in NUMBERS]
+            of_host = [torch.empty(n, dtype=d) for _, d in (numbers if weighted else numbers[:2])]
             return [torch.empty((n, *s), dtype=d, device=self._on.device) for s, d in self._specs] + of_host
         if pin:
-            return [
-                torch.empty((n, *s), dtype=d, pin_memory=True)
-                for s, d in [*self._specs, ((), torch.int64), ((), torch.int64)]
-            ]
+            specs = [*self._specs, *(numbers if weighted else numbers[:2])]
+            return [torch.empty((n, *s), dtype=d, pin_memory=True) for s, d in specs]
         kept = self._templates  # threads may sample different sizes at once
         if kept[0] != n:  # empty_like of a kept tensor is the fastest way to a fresh one
-            numbers = torch.empty(n, dtype=torch.int64)
-            self._templates = kept = (n, [torch.empty((n, *s), dtype=d) for s, d in self._specs] + [numbers, numbers])
-        return [torch.empty_like(t) for t in kept[1]]
+            self._templates = kept = (n, [torch.empty((n, *s), dtype=d) for s, d in [*self._specs, *numbers]])
+        fresh = kept[1] if weighted else kept[1][:-1]
+        return [torch.empty_like(t) for t in fresh]
 
     def draw(
         self, n: int, *, out: TensorDictBase | None = None, timeout: float | None = 0.0, pin: bool = False
@@ -491,19 +503,18 @@ class ShmStorage(Outs, Cells):
         buffer = self.buffer
         timeout = buffer._wait_schema(timeout)
         self.schema()
-        leaves = self._fresh(n, pin)
-        weights = torch.empty(n, dtype=torch.float32, pin_memory=pin)
-        *columns, ids, slots = map(_ADDRESS, leaves)
+        leaves = self._fresh(n, pin, True)
+        *columns, ids, slots, weights = map(_ADDRESS, leaves)
         seconds = seconds_of(timeout)
         if self._on is None:
             buffer.draw_by_priority_into(
-                self._columns, columns, n, ids, slots, weights.data_ptr(), beta, stratified, normalize, seconds
+                self._columns, columns, n, ids, slots, weights, beta, stratified, normalize, seconds
             )
         else:
-            of = self._on.columns(self.schema(), leaves[:-2])
-            args = (of, n, ids, slots, weights.data_ptr(), beta, stratified, normalize == "batch")
+            of = self._on.columns(self.schema(), leaves[:-3])
+            args = (of, n, ids, slots, weights, beta, stratified, normalize == "batch")
             buffer._drawn("draw_by_priority_device", args, n, seconds, self._on.stream())
-        td = make_tensordict(self._weighted_tree, [*leaves, weights], torch.Size((n,)))
+        td = make_tensordict(self._weighted_tree, leaves, torch.Size((n,)))
         return td if out is None else self._copy_into(out, td)
 
     def fetch(self, leaves: list[torch.Tensor], ids: np.ndarray, done: np.ndarray) -> int:

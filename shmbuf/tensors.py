@@ -39,6 +39,12 @@ def tensor_leaves(td: Any, prefix: Key = (), others: dict[Key, Any] | None = Non
     return out
 
 
+def entry_of(td: TensorDictBase, name: str) -> Any:
+    """What lies under a name, None if nothing does: `get` without its price. Of values that are no tensors it may be their wrapper."""
+    entries = td.__dict__.get("_tensordict") if type(td) is TensorDict else None
+    return entries.get(name) if type(entries) is dict else td.get(name, None)
+
+
 def plain(key: Key, t: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """The same values as a contiguous tensor of this device without autograd, conjugation or subclass."""
     if t.is_nested or t.layout != torch.strided:

@@ -75,6 +75,11 @@ class Ticket:
             CommitInterrupted: Ctrl-C meanwhile; likewise.
             StorageLost: the buffer was destroyed.
         """
+        self.finish(timeout)
+        return self.convert(self.ids(), self._buffer.capacity)
+
+    def finish(self, timeout: float | None = None) -> None:
+        """`wait`, for whoever does not ask what became of the rows."""
         try:
             status = self._native.wait(seconds_of(timeout))
         except KeyboardInterrupt:
@@ -95,7 +100,6 @@ class Ticket:
             ) from None
         if status:
             self._failed(native.STATUSES[status], timeout)
-        return self.convert(self.ids(), self._buffer.capacity)
 
     def ids(self) -> np.ndarray:
         """int64 ids of the committed rows."""
@@ -127,7 +131,7 @@ class EditTicket(Ticket):
     __slots__ = ()
 
     def wait(self, timeout: float | None = None) -> np.ndarray:
-        super().wait(timeout)
+        self.finish(timeout)
         return np.frombuffer(self._native.applied(), np.uint8) == 1
 
     def not_newer(self) -> np.ndarray:

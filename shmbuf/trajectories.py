@@ -229,8 +229,21 @@ class Trajectories(Reading):
         return list(self._found())
 
     def _found(self) -> Iterator[TrajectorySpan]:
-        for end, first, rows, flags in zip(*self._call("trajectories"), strict=True):
+        for end, first, rows, flags in zip(*(a.tolist() for a in self.spans()), strict=True):
             yield TrajectorySpan(first, end, rows, bool(flags & 1), bool(flags & 2))
+
+    def spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """For the floors above: of each trajectory its last row, its first one, how many (int64), and flags (1: head_missing, 2: ended).
+
+        What was read of rows that were overwritten meanwhile may be anything: these are looked up again."""
+        end, first, rows, flags = (np.array(a, np.uint64).view(np.int64) for a in self._call("trajectories"))
+        while len(gone := np.flatnonzero(first < self._get("window")[1])):
+            for i in gone.tolist():
+                ids = self.trajectory(int(end[i]))
+                first[i], rows[i], flags[i] = (ids[0] if len(ids) else -1), len(ids), flags[i] | 1
+            there = rows > 0
+            end, first, rows, flags = end[there], first[there], rows[there], flags[there]
+        return end, first, rows, flags
 
     def listing(self) -> tuple[np.ndarray, np.ndarray]:
         """All that are stored now, by their first rows: int64[m] the ids of their rows, one trajectory after another, oldest row first, and

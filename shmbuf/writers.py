@@ -13,6 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 
 from shmbuf.schema import Key, as_key, show_key
+from shmbuf.tensors import as_numpy
 
 if TYPE_CHECKING:
     from shmbuf.storage import ShmStorage
@@ -329,7 +330,7 @@ class TensorDictMaxValueWriter(Writer):
             rows = np.array([at[s] for s in old])
             # ids lo … hi − 1 hold each slot once
             ids = lo + (np.array(old) - lo) % capacity
-            values = {k: _array(t[rows]) for k, t in zip(storage.schema().keys, leaves, strict=True)}
+            values = {k: as_numpy(t[rows]) for k, t in zip(storage.schema().keys, leaves, strict=True)}
             done = buffer.edit(ids, values, timeout=timeout)
             slots[rows[done]] = np.array(old)[done]
             if done.any() and buffer._get("wants_priorities"):
@@ -380,10 +381,6 @@ def plan(
 def _state(buffer: Any) -> tuple[int, int, int, int]:
     counters, (lo, hi) = buffer._call("counters"), buffer.window
     return lo, hi, counters["write_count"], counters["edited_rows"]
-
-
-def _array(t: torch.Tensor) -> np.ndarray:
-    return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
 
 WRITERS: dict[str, type[Writer]] = {

@@ -58,6 +58,9 @@ def _alone(path: Path) -> int | None:
             return fd
     except OSError:
         pass
+    except BaseException:
+        os.close(fd)
+        raise
     os.close(fd)
     return None
 
@@ -115,8 +118,10 @@ def _discard(path: Path) -> None:
     """Remove a directory, unless somebody reads it or is at work in it: then a later sweep does."""
     fd = _alone(path)
     if fd is not None:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(fd)
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:  # Ctrl-C: the next one removes the rest
+            os.close(fd)
 
 
 def _collect(target: Path) -> None:
@@ -155,11 +160,8 @@ def sync_directory(path: Path) -> None:
 def _sync_tree(root: Path) -> None:
     for path, _, files in os.walk(root, topdown=False):
         for name in files:
-            fd = os.open(os.path.join(path, name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            with open(os.path.join(path, name), "rb", buffering=0) as f:
+                os.fsync(f.fileno())
         sync_directory(Path(path))
         step("synced")
 
@@ -233,9 +235,11 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         _check_target(target)
         old = _publish(made, target)
     finally:
-        if os.path.lexists(made) and os.path.samestat(os.lstat(made), os.fstat(lock)):
-            shutil.rmtree(made, ignore_errors=True)
-        os.close(lock)  # what was published may be read from now on
+        try:
+            if os.path.lexists(made) and os.path.samestat(os.lstat(made), os.fstat(lock)):
+                shutil.rmtree(made, ignore_errors=True)
+        finally:
+            os.close(lock)  # what was published may be read from now on
         _discard(old)
     step("done")
 

@@ -22,7 +22,7 @@ from shmbuf.schema import Schema
 from shmbuf.settings import FULL
 from shmbuf.ticket import seconds_of
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 2 << 20
 _INDEX = (("index",), ("row_id",), ("priority_weight",))
 
 
@@ -182,14 +182,18 @@ class _Load:
         saved, streams, out = self.saved, self._streams(skip), []
         wants = saved.priorities is not None and self.buf._get("priorities") is not None
         block = max(1, BLOCK_BYTES // self.schema.row_bytes)
+        leaves = self._read(skip, min(block, n))
         for at in range(0, n, block):
             m = min(block, n - at)
             of = None if streams is None else streams[at : at + m]
             p = np.ascontiguousarray(saved.priorities[skip + at : skip + at + m], np.float64) if wants else None  # type: ignore[index]
-            leaves = [np.ascontiguousarray(a) for a in self.rows.rows(skip + at, m)]
-            ticket = loader.submit(loader._columns, leaves, m, False, self.timeout, False, extras=(of, p), loaded=True)
+            ticket = loader.submit(loader._columns, leaves, m, True, self.timeout, False, extras=(of, p), loaded=True)
             assert ticket is not None, "these leaves fit"
-            ticket.wait(self.timeout)
+            if at + m < n:
+                leaves = self._read(
+                    skip + at + m, min(block, n - at - m)
+                )  # while the drain thread stores the block before
+            ticket.finish(self.timeout)
             done = at
             for size, first in ticket._native.pieces():
                 out.append((done, first))
@@ -197,6 +201,9 @@ class _Load:
             limiter.count_anew()  # after each: whoever kills us leaves collectors no more than a block to wait for
             tell(at + m, n)
         return out
+
+    def _read(self, at: int, n: int) -> list[np.ndarray]:
+        return [np.ascontiguousarray(a) for a in self.rows.rows(at, n)]
 
     def _finish_priorities(self, n: int) -> None:
         """What a new row gets: the largest priority ever set, which may have been of a row that is gone."""

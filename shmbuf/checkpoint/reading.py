@@ -181,9 +181,11 @@ class Checkpoint:
                 raise self._fault("sampler/sumtree.memmap holds a NaN, an infinite or a negative priority")
             with np.errstate(all="ignore"):
                 p = np.maximum(np.power(leaves, 1 / alpha) - eps, 0) if alpha else np.ones(self.rows)
-        if not (np.isnan(p) | ((p >= 0) & (p < np.inf))).all():
+        none = np.isnan(p)
+        if not (none | ((p >= 0) & (p < np.inf))).all():
             raise self._fault("its priorities are not finite numbers ≥ 0")
-        self.priorities = np.nan_to_num(p, nan=1.0)
+        p[none] = 1.0
+        self.priorities = p
 
     def _real(self, where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
@@ -250,6 +252,7 @@ class Files:
         where = {c.column.key: c.file for c in of.columns}
         self._names = [where[c.key] for c in schema.columns]
         self._fds: list[int] = []
+        self._into: list[np.ndarray] = []
         try:
             for name, c in zip(self._names, schema.columns, strict=True):
                 self._fds.append(of.root.sized(f"storage/{name}", of.capacity * c.nbytes))
@@ -263,18 +266,18 @@ class Files:
         self._fds = []
 
     def rows(self, at: int, n: int) -> list[np.ndarray]:
-        """Rows [at, at + n) as arrays [n, *shape], in the order of columns."""
-        out = []
+        """Rows [at, at + n) as arrays [n, *shape], in the order of columns; the next call writes over them."""
+        if not self._into or len(self._into[0]) < n:
+            self._into = [np.empty((n, *c.shape), c.numpy) for c in self._schema.columns]
+        out = [a[:n] for a in self._into]
         slot = (self._of.first_slot + at) % self._of.capacity
         first = min(n, self._of.capacity - slot)
-        for name, fd, c in zip(self._names, self._fds, self._schema.columns, strict=True):
-            a = np.empty((n, *c.shape), c.numpy)
-            flat = a.reshape(-1).view(np.uint8) if c.nbytes else a.reshape(-1)
+        for a, name, fd, c in zip(out, self._names, self._fds, self._schema.columns, strict=True):
             if c.nbytes:
+                flat = a.reshape(-1).view(np.uint8)
                 self._of._fill(fd, flat[: first * c.nbytes], slot * c.nbytes, name)
                 if first < n:
                     self._of._fill(fd, flat[first * c.nbytes :], 0, name)
-            out.append(a)
         return out
 
 

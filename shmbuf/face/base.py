@@ -67,13 +67,18 @@ class Face:
     @contextlib.contextmanager
     def _alone(self, timeout: float | None) -> Iterator[None]:
         """Threads put in turn. A signal handler inside a put of its own thread gets ConcurrentUse, no deadlock."""
-        seconds = seconds_of(timeout)
-        if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX) if seconds >= 0 else -1):
-            raise RingFull(f"another thread of this process has been putting for {seconds:g} s. Nothing was put.")
+        seconds, lock = seconds_of(timeout), self._lock
+        mine = lock._is_owned()  # by what this is inside of
         try:
+            if not mine and not lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX) if seconds >= 0 else -1):
+                raise RingFull(f"another thread of this process has been putting for {seconds:g} s. Nothing was put.")
             yield
         finally:
-            self._lock.release()
+            if not mine:
+                try:  # noqa: SIM105 (no other call comes first: Ctrl-C would be let in behind it)
+                    lock.release()
+                except RuntimeError:
+                    pass  # it was not taken
 
     def _timeout(self, timeout: float | None) -> float | None:
         """None: the buffer's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -12,13 +13,15 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
 
 from shmbuf.attaching import numbers
+from shmbuf.edits import ROW
 from shmbuf.errors import SchemaError
 from shmbuf.face.transforming import Transforming
 from shmbuf.face.values import leaves_of, of_rows
 from shmbuf.forms import take_apart, take_items
-from shmbuf.schema import Column, Key, Schema, as_key, show_key
-from shmbuf.storage import torch_dtype
+from shmbuf.schema import PACKED, Column, Key, Schema, as_key, core_columns, show_key
+from shmbuf.storage import of_tensors, torch_dtype
 from shmbuf.tensors import as_numpy, slots_at, stack
+from shmbuf.ticket import left_of
 
 Self = TypeVar("Self", bound="Editing")
 
@@ -66,6 +69,8 @@ class Editing(Transforming):
         """
         if row_id is not None and index is not None:
             raise TypeError("index or row_id, not both")
+        if self._set_plain(key, value, index, row_id):
+            return self
         columns, at = self._columns_of(as_key(key)), as_key(key)
         if row_id is None:
             slots, shape = self._slots(index)
@@ -82,6 +87,45 @@ class Editing(Transforming):
             with self._alone(self._timeout(None)):
                 self._apply(ids, values)
         return self
+
+    def _set_plain(self, key: Any, value: Any, index: Any, row_id: Any) -> bool:
+        """The usual case: of one column, a tensor as it is stored, and a tensor of slots or ids. False: look closer."""
+        storage, rows = self._storage, index if row_id is None else row_id
+        if (
+            type(rows) is not torch.Tensor
+            or type(value) is not torch.Tensor
+            or storage.ndim > 1
+            or not self.initialized
+        ):
+            return False
+        columns = self._one_column(key)
+        if columns is None:
+            return False
+        buffer = storage.buffer
+        with self._alone(buffer._timeout):
+            since = time.monotonic()
+            ticket = buffer.edit_leaves(
+                columns, [value, rows], rows.numel(), True, row_id is None, False, buffer._timeout
+            )
+            if ticket is None:
+                return False
+            ticket.finish(left_of(buffer._timeout, since))
+        return True
+
+    def _one_column(self, key: Any) -> Any:
+        """For the core, with a row's number behind it. None: look closer."""
+        schema, known = self._storage.schema(), self._storage.one
+        try:
+            columns = known.get(key)
+        except TypeError:  # a list
+            return None
+        if columns is None:
+            at = as_key(key)
+            column = next((c for c in schema.columns if c.key == at and c.dtype != PACKED), None)
+            if column is not None:
+                dtypes = [torch_dtype(column), torch.int64]
+                columns = known[key] = of_tensors(core_columns([column, ROW], dtypes), dtypes)
+        return columns
 
     def set_(self: Self, key: Any, value: Any) -> Self:
         """Give all rows another value [len, *shape] under ``key``, as it is stored. Errors: see `set_at_`."""
@@ -132,6 +176,10 @@ class Editing(Transforming):
         slots, shape = self._slots(index)
         if self._touched and (rows := self._inverted(rows)) is None:
             return
+        if not is_tensor_collection(rows):
+            raise SchemaError(
+                f"the transforms made {type(rows).__name__} of the rows, a TensorDict is needed. Nothing was changed."
+            )
         if tuple(rows.batch_size) not in (shape, ()):
             raise RuntimeError(
                 f"rows of batch size {list(rows.batch_size)} for an index of shape {list(shape)}. Nothing was changed."

@@ -92,13 +92,10 @@ class Lifetime(Reading, Editing):
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """A Ray actor class of it, for other machines. ImportError says what to install."""
-        try:
-            from shmbuf.distributed import as_remote
-        except ImportError as e:
-            raise ImportError(
-                "as_remote needs Ray: pip install 'shmbuf[ray]'. Processes of this machine need none: shmbuf.attach(name)"
-            ) from e
+        """A Ray actor class of it, whose ``remote(…)`` constructs one; remote_config: for ``ray.remote``. ImportError says what to install.
+        For clients that attach where they can: ``service_backend="ray"``."""
+        from shmbuf.distributed.service import as_remote
+
         return as_remote(cls, remote_config)
 
     def __enter__(self: Self) -> Self:

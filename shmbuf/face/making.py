@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,19 +86,22 @@ def check_drop_last(sampler: Sampler, batch_size: int | None) -> None:
         )
 
 
+def wants_ray(service_backend: str | None, use_ray_service: bool) -> bool:
+    """Whether the constructor makes a Ray service. Raises ValueError."""
+    if use_ray_service:
+        if service_backend not in (None, "direct", "ray"):
+            raise ValueError(f"use_ray_service=True conflicts with service_backend={service_backend!r}.")
+        warnings.warn("use_ray_service is deprecated: service_backend='ray' is the same.", FutureWarning, stacklevel=3)
+    return use_ray_service or service_backend == "ray"
+
+
 def check_service(
     service_backend: str | None,
     service_backend_options: Mapping[str, Any] | None,
     transport: str,
     transport_options: Mapping[str, Any] | None,
-    use_ray_service: bool,
 ) -> None:
-    """Any process attaches directly; a service of other machines is another class's."""
-    if use_ray_service or service_backend == "ray":
-        raise NotImplementedError(
-            "service_backend='ray' is not made by this constructor. Processes of this machine attach by name "
-            "(shmbuf.attach, or send them the object); for other machines see as_remote()"
-        )
+    """Any process of the machine attaches directly."""
     if service_backend not in (None, "direct"):
         raise ValueError(
             f"service_backend={service_backend!r}: ReplayBuffer supports 'direct' or 'ray'. 'direct' is shared by processes here"

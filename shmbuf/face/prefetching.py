@@ -1,12 +1,20 @@
-"""Batches that threads draw ahead, given out in the order in which they were drawn."""
+"""Batches that threads draw ahead, given out in the order in which they were drawn.
+
+Ctrl-C may come anywhere in the thread that asks. So it shares only what C code locks and lets go of in one step with those that work
+for it (``with`` of a plain lock, a SimpleQueue): a Python-level Condition, as in an executor, a Future or a thread's start, could be left
+held, and they would wait for ever.
+"""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from shmbuf.errors import NotEnoughRows
@@ -21,15 +29,99 @@ class Drawn(NamedTuple):
     last: bool
 
 
-class _Coming(NamedTuple):
-    """A batch on its way, and the draw that it comes from; None: that was done at once."""
+class _Event:
+    """Happens once."""
 
-    batch: Future[Drawn]
-    draw: Future[tuple[Any, bool]] | None
+    def __init__(self) -> None:
+        self._pending = _thread.allocate_lock()
+        self._pending.acquire()
+
+    def happen(self) -> None:
+        self._pending.release()
+
+    def wait(self) -> None:
+        with self._pending:
+            pass
+
+
+class _Coming:
+    """A batch on its way. Nobody changes ``drawn`` or ``dropped`` but under the prefetcher's lock."""
+
+    def __init__(self, within: bool):
+        self.within = within
+        self.drawn: tuple[Any, bool] | None = None
+        self.dropped = False
+        self._there = _Event()
+        self._outcome: Drawn | BaseException | None = None  # None: it was dropped
+
+    def settle(self, outcome: Drawn | BaseException | None) -> None:
+        self._outcome = outcome
+        self._there.happen()
+
+    def result(self) -> Drawn | None:
+        """Waits. Raises what drawing or transforming it raised."""
+        self._there.wait()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+
+class _Threads:
+    """One that draws, so that the order of an epoch and of a seed is kept, and some that transform. They keep nothing alive but what waits
+    for them."""
+
+    def __init__(self, finishers: int):
+        self.draws: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self.finishes: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._ended = [_Event() for _ in range(finishers + 1)]
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Raises RuntimeError: no more threads are to be had, or the interpreter is ending."""
+        jobs = [(self.draws, "shmbuf-draw"), *[(self.finishes, "shmbuf-finish")] * (len(self._ended) - 1)]
+        begun, failed = _Event(), []
+
+        def begin() -> None:  # Thread.start() waits as it must not, so no thread that gets signals calls it
+            for (queue, name), ended in zip(jobs, self._ended, strict=True):
+                try:
+                    threading.Thread(target=_work, args=(queue, ended), name=name, daemon=True).start()
+                except RuntimeError as e:
+                    failed.append(e)
+                    ended.happen()
+            begun.happen()
+
+        _thread.start_new_thread(begin, ())
+        begun.wait()
+        if failed:
+            raise failed[0]
+
+    def tell_to_end(self) -> None:
+        for queue in (self.draws, *[self.finishes] * (len(self._ended) - 1)):
+            queue.put(None)
+
+    def end(self) -> None:
+        """When they have done what waits for them."""
+        if self._pid != os.getpid():
+            return
+        self.draws.put(None)
+        self._ended[0].wait()
+        for _ in self._ended[1:]:
+            self.finishes.put(None)
+        for ended in self._ended[1:]:
+            ended.wait()
+
+
+def _work(queue: SimpleQueue[Callable[[], Any] | None], ended: _Event) -> None:
+    try:
+        while (job := queue.get()) is not None:
+            job()
+            del job  # or it would keep what it did alive until the next
+    finally:
+        ended.happen()
 
 
 class Prefetcher:
-    """``depth`` batches ahead. One thread draws, so that the order of an epoch and of a seed is kept; others transform.
+    """``depth`` batches ahead.
 
     Args:
         draw: () → a batch. It must not wait for rows: the end of the interpreter waits for it.
@@ -54,10 +146,11 @@ class Prefetcher:
 
     def forget(self) -> None:
         """Nothing is drawn ahead, and there are no threads: so it is in the child of a fork."""
-        self._lock = threading.Lock()
+        self._lock = _thread.allocate_lock()
         self._queue: deque[tuple[int, _Coming]] = deque()
         self._turns = 0
-        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._threads: _Threads | None = None
+        self._end: Any = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -66,8 +159,8 @@ class Prefetcher:
     def take(self) -> tuple[Any, dict[Any, Any]]:
         """The next batch. Raises what drawing it raised; NotEnoughRows at once, as drawing does not wait."""
         while True:
-            drawn = self._next(0)[1].batch.result()
-            if drawn.batch is not None:
+            drawn = self._received(self._next(0)[1])
+            if drawn is not None and drawn.batch is not None:
                 return drawn.batch
 
     def iterate(self) -> Iterator[Any]:
@@ -76,17 +169,19 @@ class Prefetcher:
             self._turns += 1
             turn = self._turns
             self._require_open()
-            self._threads_now()[0].submit(self._begin)
+            self._started().draws.put(self._begin)
         first = True
         try:
             while True:
                 of, coming = self._next(turn)
                 try:
-                    drawn = coming.batch.result()
+                    drawn = self._received(coming)
                 except NotEnoughRows:
                     if first or not self._sampler().ran_out:
                         raise
                     return
+                if drawn is None:
+                    continue
                 if drawn.batch is None:
                     if of == turn:
                         return
@@ -106,39 +201,67 @@ class Prefetcher:
         """A batch and whose it is: of which iteration; 0: of none."""
         with self._lock:
             self._require_open()
-            found = self._queue.popleft() if self._queue else (turn, self._submit(turn > 0))
-            while len(self._queue) < self.depth:
-                self._queue.append((turn, self._submit(turn > 0)))
+            while len(self._queue) < self.depth + 1:
+                coming = _Coming(turn > 0)
+                try:
+                    self._submit(coming)
+                    self._queue.append((turn, coming))
+                except BaseException:
+                    coming.dropped = True
+                    raise
+            found = self._queue.popleft()
         return found
 
-    def _threads_now(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    def _received(self, coming: _Coming) -> Drawn | None:
+        """What was drawn, for who has taken it from the queue; if he is interrupted it is nobody's."""
+        try:
+            return coming.result()
+        except KeyboardInterrupt:
+            self._drop([coming])
+            raise
+
+    def _started(self) -> _Threads:
         if self._threads is None:
-            self._threads = (
-                ThreadPoolExecutor(1, thread_name_prefix="shmbuf-draw"),
-                ThreadPoolExecutor(min(self.depth, _FINISHERS), thread_name_prefix="shmbuf-finish"),
-            )
+            threads = self._threads = _Threads(min(self.depth, _FINISHERS))
+            try:
+                threads.start()
+                self._end = weakref.finalize(self, threads.end)  # also at the end of the interpreter
+            except BaseException:
+                self._threads = None
+                threads.tell_to_end()
+                raise
         return self._threads
 
-    def _submit(self, within: bool) -> _Coming:
-        draws, finishes = self._threads_now()
+    def _submit(self, coming: _Coming) -> None:
         try:
-            draw = draws.submit(self._drawn, within)
-            return _Coming(finishes.submit(self._finished, draw), draw)
-        except (
-            RuntimeError
-        ):  # the interpreter is ending, and its pools take no more work: who still samples draws by himself
-            if self._closed:
-                raise
-            future: Future[Drawn] = Future()
-            try:
-                batch, last = self._drawn(within)
-                future.set_result(Drawn(None if batch is None else self._finish(batch), last))
-            except BaseException as e:
-                future.set_exception(e)
-            return _Coming(future, None)
+            threads = self._started()
+        except RuntimeError:  # the interpreter is ending and has no more threads: who still samples draws by himself
+            self._draw_one(coming)
+            if coming.drawn is not None:
+                self._finish_one(coming)
+            return
+
+        def draw() -> None:
+            self._draw_one(coming)
+            if coming.drawn is not None:
+                threads.finishes.put(lambda: self._finish_one(coming))
+
+        threads.draws.put(draw)
 
     def _begin(self) -> None:
         self._sampler().ran_out = False  # by the thread that draws: an iteration is a thread's
+
+    def _draw_one(self, coming: _Coming) -> None:
+        if coming.dropped:
+            return coming.settle(None)
+        try:
+            drawn = self._drawn(coming.within)
+        except BaseException as e:
+            return coming.settle(e)
+        with self._lock:
+            coming.drawn, dropped = drawn, coming.dropped
+        if dropped:
+            self._returned(drawn)
 
     def _drawn(self, within: bool) -> tuple[Any, bool]:
         sampler = self._sampler()
@@ -147,37 +270,51 @@ class Prefetcher:
         batch = self._draw()
         return batch, within and sampler.ran_out
 
-    def _finished(self, drawn: Future[tuple[Any, bool]]) -> Drawn:
-        batch, last = drawn.result()
-        return Drawn(None if batch is None else self._finish(batch), last)
+    def _finish_one(self, coming: _Coming) -> None:
+        assert coming.drawn is not None
+        if coming.dropped:
+            return coming.settle(None)
+        batch, last = coming.drawn
+        try:
+            coming.settle(Drawn(None if batch is None else self._finish(batch), last))
+        except BaseException as e:
+            coming.settle(e)
 
     def synchronize(self) -> None:
         """Wait until what is being drawn is there. Raises the first error of drawing it, but for want of rows."""
         with self._lock:
-            waiting = [coming.batch for _, coming in self._queue]
-        for future in waiting:
-            with contextlib.suppress(NotEnoughRows, CancelledError):
-                future.result()
+            waiting = [coming for _, coming in self._queue]
+        for coming in waiting:
+            with contextlib.suppress(NotEnoughRows):
+                coming.result()
 
     def clear(self) -> None:
         """Forget the batches that were drawn ahead, which go to ``refund``."""
         with self._lock:
             dropped = [coming for _, coming in self._queue]
             self._queue.clear()
-        for batch, draw in dropped:
-            batch.cancel()
-            if draw is not None:
-                draw.cancel()
-                draw.add_done_callback(self._returned)
+        self._drop(dropped)
 
-    def _returned(self, draw: Future[tuple[Any, bool]]) -> None:
-        if not draw.cancelled() and draw.exception() is None and (batch := draw.result()[0]) is not None:
-            self._refund(batch)
+    def _drop(self, dropped: list[_Coming]) -> None:
+        with self._lock:
+            drawn = [coming.drawn for coming in dropped]
+            for coming in dropped:
+                coming.dropped = True
+        for each in drawn:
+            if each is not None:
+                self._returned(each)
+
+    def _returned(self, drawn: tuple[Any, bool]) -> None:
+        if drawn[0] is not None:
+            self._refund(drawn[0])
 
     def close(self) -> None:
         """Forget them and end the threads, whose draw of the moment is waited for."""
+        self._closed = True
         self.clear()
         with self._lock:
-            self._closed, threads, self._threads = True, self._threads, None
-        for pool in threads or ():
-            pool.shutdown(wait=True, cancel_futures=True)
+            end, threads, self._end, self._threads = self._end, self._threads, None, None
+        if end is not None:
+            end.detach()
+        if threads is not None:
+            threads.end()

@@ -12,6 +12,7 @@ from shmbuf.attaching import INTEGERS, REALS, is_plain, numbers
 from shmbuf.face.base import Face
 from shmbuf.samplers.sequences import anchor_priorities
 from shmbuf.schema import show_key
+from shmbuf.tensors import entry_of
 
 
 class Priorities(Face):
@@ -65,6 +66,10 @@ class Priorities(Face):
         A row that has been overwritten since is left alone, and counted. Raises KeyError, and as `update_priority`.
         """
         key = self._priority_key or ("td_error",)
+        if self._decides is None and len(key) == 1 and entry_of(data, "anchor_row_id") is None:
+            given, rows = entry_of(data, key[0]), entry_of(data, "row_id")
+            if type(given) is type(rows) is torch.Tensor and self._set_priorities(rows, given):
+                return
         priority, ids = data.get(key, None), data.get("row_id", None)
         if priority is None or (ids is None and data.get("index", None) is None):
             missing = show_key(key) if priority is None else "'row_id'"

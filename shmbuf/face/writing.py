@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf.errors import CommitPending, SchemaError
 from shmbuf.face.priorities import Priorities
 from shmbuf.face.transforming import Transforming
-from shmbuf.forms import Rows, take_apart, take_items
+from shmbuf.forms import Rows, as_batch, take_apart, take_items
 from shmbuf.lanes import cells
 from shmbuf.schema import Key
 from shmbuf.storage import stack
@@ -148,11 +148,13 @@ class Writing(Transforming, Priorities):
         rows: Any = data
         if not changed or (isinstance(data, list) and not single):
             rows = self._one(data) if single else self._batch(data)
+        if changed and isinstance(rows, Rows):
+            rows = as_batch(rows, data)
         if single and is_tensor_collection(rows):  # as a batch of one
             rows, single = rows.unsqueeze(self._storage.time_dim), False
         timeout, since = self._timeout(timeout), time.monotonic()
         with self._in_turn(timeout):
-            made = self._prepared(rows, stream) if changed and not isinstance(rows, Rows) else Prepared(rows, stream)
+            made = self._prepared(rows, stream) if changed else Prepared(rows, stream)
             done = self._commit(made, stream, left_of(timeout, since), prioritise, single)
         return done.wait(left_of(timeout, since)) if wait and isinstance(done, Ticket) else done
 
@@ -215,13 +217,19 @@ class Writing(Transforming, Priorities):
         if storage.ndim > 1 and not inner:
             (td, inner), single = cells(td, single, storage.ndim, storage.time_dim), False
         priorities = None if key is None or prioritise is False else self._sent_priorities(td, key, single)
-        if self._lock.acquire(False):  # the usual case, without the cost of a context manager
-            try:
+        lock = self._lock
+        mine = lock._is_owned()
+        try:  # the usual case, without the cost of a context manager; see `_alone`
+            if mine or lock.acquire(False):
                 ticket = storage.put(td, wake, timeout, single, key, stream, priorities, inner)
-            finally:
-                self._lock.release()
-            if not wait:
-                return ticket
+        finally:
+            if not mine:
+                try:  # noqa: SIM105
+                    lock.release()
+                except RuntimeError:
+                    pass
+        if ticket is not None and not wait:
+            return ticket
         timeout = self._timeout(timeout)
         if ticket is None:
             with self._alone(timeout):

@@ -52,11 +52,9 @@ Ticket put_device(const H &h, const DeviceColumns &columns, u64 n, u32 full, dou
     return h->put_device(packed.data(), packed.size(), stream_of(after), extras, n, Full(full), deadline_in(timeout), wake, state, [&] { return patience(); });
   });
 }
-// nullopt: some leaf needs the slow path.
-std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *const *leaves, i64 n, u32 full, double timeout, bool wake, bool tensors, const With &with) {
-  int lead = n >= 0;
-  std::vector<Column> c(columns.leaves.size());
-  Buffers buffers;
+// Where each column's rows lie, as long as the leaves and the buffers are kept. False: some leaf needs the slow path.
+bool take_leaves(const Columns &columns, PyObject *const *leaves, i64 n, int lead, bool tensors, std::vector<Column> &c, Buffers &buffers) {
+  c.resize(columns.leaves.size());
   if (!tensors) buffers.held.reserve(c.size());
   for (size_t i = 0; i < c.size(); ++i) {
     bool ok;
@@ -72,9 +70,17 @@ std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *
     }
     if (!ok) {
       PyErr_Clear();
-      return std::nullopt;
+      return false;
     }
   }
+  return true;
+}
+// nullopt: some leaf needs the slow path.
+std::optional<Ticket> put_objects(const H &h, const Columns &columns, PyObject *const *leaves, i64 n, u32 full, double timeout, bool wake, bool tensors, const With &with) {
+  int lead = n >= 0;
+  std::vector<Column> c;
+  Buffers buffers;
+  if (!take_leaves(columns, leaves, n, lead, tensors, c, buffers)) return std::nullopt;
   return put_columns(h, c, lead ? u64(n) : 1, full, timeout, wake, with);
 }
 std::optional<Ticket> put_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, u32 full, double timeout, bool wake, bool tensors,
@@ -122,6 +128,29 @@ std::optional<std::vector<u64>> addresses_in(const Columns &columns, nb::handle 
   return out;
 }
 
+Ticket edit_columns(const H &h, const std::vector<Column> &columns, u32 version, const u64 *ids, u64 n, double timeout, bool wake) {
+  Ticket t{h, nullptr, Status::ok};
+  if (columns.empty() || !n) return t;
+  const u64 end = load(h->segment().control().cursor, acquire);
+  if (std::any_of(ids, ids + n, [&](u64 id) { return id >= end; })) return t.status = Status::unknown_row, t;
+  u64 width = 0;
+  for (const Column &c : columns) width += c.bytes;
+  const u64 deadline = deadline_in(timeout);
+  Patience patience{h};
+  auto edit = [&](bool may_wait) {
+    return h->edit(columns.data(), u32(columns.size()), version, ids, n, deadline, wake, may_wait, t.state, [&] { return patience(); });
+  };
+  t.status = h->edits_at_once(n, columns.size(), width, kHoldGil) ? edit(false) : Status::would_wait;  // as put_columns
+  if (t.status == Status::would_wait) {
+    nb::gil_scoped_release r;
+    t.status = edit(true);
+  }
+  if (t.status == Status::interrupted) {
+    if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();
+    PyErr_Clear();  // as put_columns
+  }
+  return t;
+}
 // ids: u64[n]. spans: (offset, bytes) inside the row; addresses: of packed new values, one for each span.
 Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std::vector<u64> &addresses, u64 ids, u64 n, double timeout, bool wake, u32 version) {
   Handle::Use use(*h);
@@ -129,18 +158,39 @@ Ticket edit(const H &h, const std::vector<std::pair<u64, u64>> &spans, const std
   std::vector<Column> columns;
   for (size_t i = 0; i < spans.size(); ++i)
     if (spans[i].second) columns.push_back({spans[i].first, spans[i].second, reinterpret_cast<const u8 *>(addresses.at(i)), i64(spans[i].second)});
-  Ticket t{h, nullptr, Status::ok};
-  if (columns.empty() || !n) return t;
-  const u64 deadline = deadline_in(timeout);
-  Patience patience{h};
-  {
-    nb::gil_scoped_release r;
-    t.status = h->edit(columns.data(), u32(columns.size()), version, reinterpret_cast<const u64 *>(ids), n, deadline, wake, t.state, [&] { return patience(); });
+  return edit_columns(h, columns, version, reinterpret_cast<const u64 *>(ids), n, timeout, wake);
+}
+// Slots, negative ones from the end, as ids of the rows that lie there now. False: one is out of range.
+bool ids_at(const Segment &s, const i64 *slots, u64 n, u64 *ids) {
+  const Window w = window(s);
+  const u64 size = w.hi - w.live_lo, last = w.hi - 1, last_slot = last % s.capacity;
+  for (u64 j = 0; j < n; ++j) {
+    const u64 slot = u64(slots[j]) + (slots[j] < 0 ? size : 0);
+    if (slot >= size) return false;
+    ids[j] = last - (last_slot - slot) - (slot > last_slot ? s.capacity : 0);
   }
-  if (t.status == Status::interrupted) {
-    if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();
-    PyErr_Clear();  // as put_columns
+  return true;
+}
+// leaves: of each column its new values and, last, int64[n]: which rows, by slot or by id. nullopt: look closer.
+std::optional<Ticket> edit_leaves(const H &h, const Columns &columns, nb::list leaves, i64 n, bool tensors, bool by_slot, double timeout, bool wake) {
+  Handle::Use use(*h);
+  if (n <= 0 || !h->ready() || leaves.size() != columns.leaves.size()) return std::nullopt;
+  std::vector<Column> c;
+  Buffers buffers;
+  if (!take_leaves(columns, PySequence_Fast_ITEMS(leaves.ptr()), n, 1, tensors, c, buffers)) return std::nullopt;
+  const Column rows = c.back();
+  c.pop_back();
+  if (std::any_of(c.begin(), c.end(), [](const Column &of) { return !of.bytes; })) return std::nullopt;
+  if (rows.bytes != sizeof(u64) || rows.stride != sizeof(u64) || reinterpret_cast<u64>(rows.data) % alignof(u64)) return std::nullopt;
+  auto *ids = reinterpret_cast<const u64 *>(rows.data);
+  std::vector<u64> found;
+  if (by_slot) {
+    found.resize(u64(n));
+    if (!ids_at(h->segment(), reinterpret_cast<const i64 *>(rows.data), u64(n), found.data())) return std::nullopt;
+    ids = found.data();
   }
+  Ticket t = edit_columns(h, c, kNoVersion, ids, u64(n), timeout, wake);
+  if (t.status == Status::unknown_row || t.status == Status::never) return std::nullopt;
   return t;
 }
 // restart: (first id, write_count) of a checkpoint that is to be loaded.

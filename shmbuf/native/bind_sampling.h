@@ -284,9 +284,10 @@ std::vector<u64> trajectory(const H &h, u64 end) {
   return out;
 }
 
-template <class As, class T> nb::object as_array(std::vector<T> &&v) {
-  auto *kept = new std::vector<T>(std::move(v));
-  nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
+template <class As, class Vector> nb::object as_array(Vector &&v) {
+  using Kept = std::remove_reference_t<Vector>;
+  auto *kept = new Kept(std::move(v));
+  nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<Kept *>(p); });
   return nb::cast(nb::ndarray<nb::numpy, As, nb::ndim<1>>(reinterpret_cast<As *>(kept->data()), {kept->size()}, owner));
 }
 // All live trajectories by their first rows: ids int64[m] one after another, offsets int64[n + 1], flags uint8[n].

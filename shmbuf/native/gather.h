@@ -310,17 +310,42 @@ class Gather {
   Outputs out_;
 };
 
-// A draw of many bytes is cut into parts of fixed size, each with its own random numbers, so that the same seed gives the same
-// rows however many threads copy. One core does not use all of the memory's bandwidth: two do. new_pick(rng) makes a part's pick.
-// From a device it is one gather: ids of the same parts, then all rows together.
+inline u64 rows_of_part(const Segment &s) { return std::max<u64>(1, (1 << 20) / s.row_bytes); }
+// Many rows are copied in parts of fixed size: one core does not use all of the memory's bandwidth, two do. work(part, first row, rows,
+// columns that begin there).
+template <class Work> void in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, u64 n, Work work) {
+  constexpr u64 kMaxThreads = 4;
+  const u64 part_rows = rows_of_part(s), parts = (n + part_rows - 1) / part_rows;
+  u64 next = 0;
+  auto some = [&] {
+    std::vector<OutColumn> mine(columns, columns + n_columns);
+    for (u64 p; (p = fetch_add<u64>(next, 1, relaxed)) < parts;) {
+      const u64 from = p * part_rows;
+      for (u32 c = 0; c < n_columns; ++c) mine[c].data = columns[c].data + from * columns[c].bytes;
+      work(p, from, std::min(part_rows, n - from), mine.data());
+    }
+  };
+  u64 threads = parts < 4 ? 1 : std::min({parts, kMaxThreads, u64(std::max(1u, std::thread::hardware_concurrency()))});
+  std::vector<std::thread> others;
+  if (threads > 1) {
+    SignalsBlocked blocked;
+    try {
+      for (u64 t = 1; t < threads; ++t) others.emplace_back(some);
+    } catch (const std::system_error &) {  // no more threads to be had: this one does it
+    }
+  }
+  some();
+  for (auto &t : others) t.join();
+}
+
+// Each part of a draw has its own random numbers, so that the same seed gives the same rows however many threads copy.
+// new_pick(rng) makes a part's pick. From a device it is one gather: ids of the same parts, then all rows together.
 template <class NewPick>
 u64 draw_in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, const Outputs &out, u64 n, u64 seed, NewPick new_pick, u64 *ids, bool &lapped) {
-  constexpr u64 kPartBytes = 1 << 20, kMaxThreads = 4;
-  const u64 part_rows = std::max<u64>(1, kPartBytes / s.row_bytes), parts = (n + part_rows - 1) / part_rows;
   if (s.device) {
-    using Pick = std::decay_t<decltype(new_pick(Rng{0}))>;
-    std::vector<Pick> picks;
-    for (u64 p = 0; p < parts; ++p) picks.push_back(new_pick(Rng{mix64(seed ^ mix64(p))}));
+    const u64 part_rows = rows_of_part(s);
+    std::vector<std::decay_t<decltype(new_pick(Rng{0}))>> picks;
+    for (u64 p = 0; p * part_rows < n; ++p) picks.push_back(new_pick(Rng{mix64(seed ^ mix64(p))}));
     auto pick = [&](u64 from, u64 k, u64 *to) {
       for (u64 done = 0; done < k;) {
         const u64 p = (from + done) / part_rows, m = std::min(k - done, (p + 1) * part_rows - from - done), got = picks[p](from + done, m, to + done);
@@ -331,33 +356,23 @@ u64 draw_in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, con
     };
     return Gather(s, columns, n_columns, out).draw(0, n, pick, ids, lapped);
   }
-  u64 next = 0, filled = 0;
+  u64 filled = 0;
   u32 any_lapped = 0;
-  auto work = [&] {
-    std::vector<OutColumn> mine(columns, columns + n_columns);
-    for (u64 p; (p = fetch_add<u64>(next, 1, relaxed)) < parts;) {
-      u64 from = p * part_rows, k = std::min(part_rows, n - from);
-      for (u32 c = 0; c < n_columns; ++c) mine[c].data = columns[c].data + from * columns[c].bytes;
-      Rng rng{mix64(seed ^ mix64(p))};
-      auto pick = new_pick(rng);
-      bool was_lapped;
-      fetch_add(filled, Gather(s, mine.data(), n_columns).draw(from, k, pick, ids + from, was_lapped), relaxed);
-      if (was_lapped) store(any_lapped, 1u, relaxed);
-    }
-  };
-  u64 threads = parts < 4 ? 1 : std::min({parts, kMaxThreads, u64(std::max(1u, std::thread::hardware_concurrency()))});
-  std::vector<std::thread> others;
-  if (threads > 1) {
-    SignalsBlocked blocked;
-    try {
-      for (u64 t = 1; t < threads; ++t) others.emplace_back(work);
-    } catch (const std::system_error &) {  // no more threads to be had: this one does it
-    }
-  }
-  work();
-  for (auto &t : others) t.join();
+  in_parts(s, columns, n_columns, n, [&](u64 part, u64 from, u64 k, const OutColumn *mine) {
+    Rng rng{mix64(seed ^ mix64(part))};
+    auto pick = new_pick(rng);
+    bool was_lapped;
+    fetch_add(filled, Gather(s, mine, n_columns).draw(from, k, pick, ids + from, was_lapped), relaxed);
+    if (was_lapped) store(any_lapped, 1u, relaxed);
+  });
   lapped = any_lapped;
   return filled;
+}
+inline u64 fetch_in_parts(const Segment &s, const OutColumn *columns, u32 n_columns, u64 n, const u64 *ids, u8 *done, const Outputs &out) {
+  if (s.device) return Gather(s, columns, n_columns, out).fetch(n, ids, done);
+  u64 good = 0;
+  in_parts(s, columns, n_columns, n, [&](u64, u64 from, u64 k, const OutColumn *mine) { fetch_add(good, Gather(s, mine, n_columns).fetch(k, ids + from, done + from), relaxed); });
+  return good;
 }
 
 }  // namespace shmbuf

@@ -215,7 +215,7 @@ class Handle {
   }
   // New bytes of the rows ids[0, n): the columns' offsets and bytes are the spans of a row. version: a Versions of the first, or 0.
   template <class Check>
-  Status edit(const Column *columns, u32 n_columns, u32 version, const u64 *ids, u64 n_rows, u64 deadline, bool wake, std::shared_ptr<TicketState> &ticket, Check check) {
+  Status edit(const Column *columns, u32 n_columns, u32 version, const u64 *ids, u64 n_rows, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket, Check check) {
     Putting mine(*this);
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
@@ -228,11 +228,13 @@ class Handle {
     for (u64 from = 0; from < n_rows;) {
       const u64 n = std::min(most, n_rows - from), need = edit_bytes(n, n_columns, width);
       if (destroyed()) return Status::destroyed;
-      if (!producer_.has_room(need))
+      if (!producer_.has_room(need)) {
+        if (!may_wait && !from) return Status::would_wait;
         if (Status s = make_room(need, Full::block, deadline, check); s != Status::ok) {
           ticket->asked_pieces = u32(ticket->pieces.size());
           return s;
         }
+      }
       harvest(need);
       const u64 at = producer_.tail(), end = producer_.publish_edit(columns, n_columns, version, width, ids, from, n);
       remember(ticket, {at, end, n, kPending});
@@ -305,6 +307,9 @@ class Handle {
   // One record that needs neither a wait nor a long copy, through a ring that is open.
   bool fits_at_once(u64 n, u64 most_bytes) const {
     return producer_.is_open() && n * s_.row_bytes <= most_bytes && n <= producer_.max_rows_per_record(kStreams | kLeaves);
+  }
+  bool edits_at_once(u64 n, u64 n_columns, u64 width, u64 most_bytes) const {
+    return producer_.is_open() && n * (8 + width) <= most_bytes && n <= producer_.max_rows_per_edit(n_columns, width);
   }
   bool resolve(TicketState &t) {
     std::lock_guard<std::mutex> guard(tickets_mutex_);
@@ -536,6 +541,7 @@ class Handle {
     std::lock_guard<std::mutex> guard(mutex_);
     Registry registry(s_, lock_fd_);
     u32 index = 0;
+    if (!registry.any_free()) registry.sweep(slot_);  // a ring that was closed is taken before a new one, also where no thread sweeps
     auto got = registry.claim_slot(me_, index);
     // The dead and the closed hold slots until these are drained and swept, perhaps by somebody who is at it just now.
     for (int tries = 0; got == Registry::Claim::none_free && tries < 500 && (tries < 20 || registry.any_without_owner(slot_)); ++tries) {

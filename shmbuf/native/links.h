@@ -371,42 +371,70 @@ class Links {
       if (ends_.test(id % capacity_))
         if (u64 e = end_before(row(id), lo, hi); e != kNoRow) f(e);
   }
+  template <class T> struct Unset : std::allocator<T> {  // a vector's memory, to be written once
+    template <class U> struct rebind { using other = Unset<U>; };
+    template <class U> void construct(U *) noexcept {}
+    template <class U, class... A> void construct(U *p, A &&...a) { new (p) U(std::forward<A>(a)...); }
+  };
   struct Listing {
-    std::vector<u64> ids, offset;  // trajectory k: ids[offset[k]] to ids[offset[k + 1] - 1], oldest first
-    std::vector<u8> flags;         // 1: its beginning is gone, 2: it has ended
+    std::vector<u64, Unset<u64>> ids;  // trajectory k: ids[offset[k]] to ids[offset[k + 1] - 1], oldest first
+    std::vector<u64> offset;
+    std::vector<u8> flags;             // 1: its beginning is gone, 2: it has ended
   };
   // All trajectories in the window, by their first rows. A row that is overwritten meanwhile may lead astray, but only to what stands
   // before it here: whoever finds it gone drops that too.
   Listing list(u64 lo, u64 hi) const {
-    struct Piece { u64 first, at, rows; };  // back[at] is its last row
-    std::vector<u64> ends, back;
+    struct Run { u64 first, rows; };                // consecutive ids
+    struct Piece { u64 first, end, at, runs; };     // runs[at] is the newest one
+    std::vector<u64> ends;
+    std::vector<Run> runs;
     std::vector<Piece> pieces;
+    u64 total = 0;
     for_each_end(lo, hi, [&](u64 id) { ends.push_back(id); });
     std::sort(ends.begin(), ends.end());
     ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
-    back.reserve(hi - lo), pieces.reserve(ends.size());
+    pieces.reserve(ends.size());
     for (u64 end : ends) {
-      if (back.size() > 2 * (hi - lo)) break;  // only of damaged links
-      Piece p{end, back.size(), 0};
+      if (total > 2 * (hi - lo)) break;  // only of damaged links
+      Piece p{end, end, runs.size(), 0};
       Row r = row(end);
-      do back.push_back(p.first = r.id), ++p.rows;
-      while (to_previous(r, lo));
+      Run run{end, 1};
+      Skew depth(load(link_[r.slot].step, relaxed));
+      for (u64 rows; (rows = run_back(r, depth, run.first, lo)) != 0;) {
+        if (rows == kApart) total += run.rows, runs.push_back(run), run = {r.id, 1};
+        else run = {r.id, run.rows + rows};
+      }
+      total += run.rows, runs.push_back(run);
+      p.first = run.first, p.runs = runs.size() - p.at;
       pieces.push_back(p);
     }
     std::sort(pieces.begin(), pieces.end(), [](const Piece &a, const Piece &b) { return a.first < b.first; });
     Listing out;
-    out.ids.reserve(back.size()), out.offset.reserve(pieces.size() + 1), out.flags.reserve(pieces.size());
+    out.ids.resize(total), out.offset.reserve(pieces.size() + 1), out.flags.reserve(pieces.size());
+    u64 at = 0;
     for (const Piece &p : pieces) {
-      out.offset.push_back(out.ids.size());
-      out.flags.push_back(u8((step(p.first) || flags(p.first) & Link::kHeadMissing) | (flags(back[p.at]) & Link::kEnd ? 2 : 0)));
-      for (u64 j = p.rows; j-- > 0;) out.ids.push_back(back[p.at + j]);
+      out.offset.push_back(at);
+      out.flags.push_back(u8((step(p.first) || flags(p.first) & Link::kHeadMissing) | (flags(p.end) & Link::kEnd ? 2 : 0)));
+      for (u64 i = p.runs; i-- > 0;)
+        for (u64 j = 0; j < runs[p.at + i].rows; ++j) out.ids[at++] = runs[p.at + i].first + j;
     }
-    out.offset.push_back(out.ids.size());
+    out.offset.push_back(at);
     return out;
   }
 
  private:
   static constexpr u64 kId = kCutNow - 1, kDirty = 256;
+  static constexpr u64 kApart = ~0ull;
+  // One hop of a walk over all rows, from the depth d. Returns how many rows it has passed, all of consecutive ids; kApart: one, of
+  // another id; 0: there is none before. A jump as long in ids as it is in rows has passed consecutive ones.
+  u64 run_back(Row &r, Skew &d, u64 from, u64 lo) const {
+    const Link &l = link_[r.slot];
+    const u64 jump = load(l.jump, relaxed);
+    if (jump == d.jump() && back(r, jump, lo)) return d.take_jump(), jump;
+    if (!back(r, load(l.prev, relaxed), lo)) return 0;
+    d.take_prev();
+    return from - r.id == 1 ? 1 : kApart;
+  }
 
   template <class Ended> void chain(Span t, u64 id, u64 end, u64 pred_plus_1, bool head_missing, Ended ended) {
     u64 slot = id % capacity_, room = id - t.live_lo;  // ids from the row back to the oldest live one

@@ -181,6 +181,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       })
       .def("put_device", &put_device, "columns"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "streams"_a = u64(0), "priorities"_a = u64(0), "loaded"_a = false, "after"_a = u64(0))
       .def("edit", &edit, "spans"_a, "addresses"_a, "ids"_a, "n"_a, "timeout"_a, "wake"_a, "version"_a = 0)
+      .def("edit_leaves", &edit_leaves, "columns"_a, "leaves"_a, "n"_a, "tensors"_a, "by_slot"_a, "timeout"_a, "wake"_a)
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a, "restart"_a = nb::none())
       .def_prop_ro("runnable", [](const H &h) {  // whether a transaction could move anything now
         Handle::Use use(*h);

@@ -121,13 +121,22 @@ class PriorityTree {
   // what is below them now, because they are being changed: draw another number.
   // Returns how many rows it drew.
   u64 draw(u64 cursor, const double *u01, u64 n, u64 *ids, float *p) const {
+    // Many begin at a level of no more nodes than there are numbers, by its running sums; one, at the root.
+    u32 top = levels_ - 1;
+    while (top && count_[top - 1] <= std::min(n, kTable)) --top;
+    double upto[kTable], total = 0;
+    for (u64 i = 0; i < count_[top]; ++i) upto[i] = total += std::bit_cast<double>(load(level_[top][i].low, seq_cst));
     u64 drawn = 0;
     Descent d[kTogether];
     for (u64 b = 0; b < n; b += kTogether) {  // several at once, level by level: their cache misses overlap
       u64 m = std::min(n - b, kTogether);
-      double total = sum();
-      for (u64 k = 0; k < m; ++k) d[k] = {u01[b + k] * total, total > 0 ? 0 : kNowhere, 0};
-      for (u32 l = levels_; l-- > 0;)
+      for (u64 k = 0; k < m; ++k) {
+        const double u = u01[b + k] * total;
+        const u64 at = first_above(upto, count_[top], u);
+        d[k] = {at && at < count_[top] ? u - upto[at - 1] : u, at < count_[top] ? at : kNowhere, 0};
+        if (d[k].at != kNowhere) prefetch_children(top, d[k].at);
+      }
+      for (u32 l = top + 1; l-- > 0;)
         for (u64 k = 0; k < m; ++k) {
           if (d[k].at == kNowhere) continue;
           pick(l, d[k]);
@@ -177,7 +186,7 @@ class PriorityTree {
 
  private:
   using i32 = std::int32_t;
-  static constexpr u64 kLine = 128, kBatch = 1024, kAhead = 16, kTogether = 16;
+  static constexpr u64 kLine = 128, kBatch = 1024, kAhead = 16, kTogether = 16, kFewNodes = 16384, kTable = 256;
   static constexpr u64 kGeneration = 0xffffffffull << 32, kFresh = 0x80000000ull;  // the bits of -0.0f
   static constexpr u32 kInfinity = 0x7f800000;
   struct Descent {
@@ -233,10 +242,21 @@ class PriorityTree {
     if (!refresh_node(l, i, changed)) refresh_node(l, i, changed);
     if (keeps_max_ && !refresh_top(l, i)) refresh_top(l, i);
   }
-  void refresh_above(u64 *at, u64 n) {  // scattered: each parent once
-    std::sort(at, at + n);
+  // Above scattered nodes of level 0. Of a level of few nodes each is refreshed once, in order, by a bit each; of others only those
+  // that come one after another are the same: sorting them costs more than what it spares.
+  void refresh_above(u64 *at, u64 n) {
+    u64 bits[kFewNodes / 64];
     for (u32 l = 0; l < levels_; ++l) {
-      n = u64(std::unique(at, at + n) - at);
+      if (count_[l] <= kFewNodes) {
+        const u64 words = (count_[l] + 63) / 64;
+        std::fill_n(bits, words, 0);
+        for (u64 j = 0; j < n; ++j) bits[at[j] / 64] |= 1ull << at[j] % 64;
+        n = 0;
+        for (u64 w = 0; w < words; ++w)
+          for (u64 b = bits[w]; b; b &= b - 1) at[n++] = w * 64 + u64(std::countr_zero(b));
+      } else {
+        n = u64(std::unique(at, at + n) - at);
+      }
       for (u64 j = 0; j < n; ++j) {
         if (j + 4 < n) __builtin_prefetch(&level_[l][at[j + 4]], 1), prefetch_children(l, at[j + 4]);
         refresh_twice(l, at[j]);
@@ -265,6 +285,15 @@ class PriorityTree {
     for (; j < n; ++j) change((first + j) % capacity_, generation(first + j), j);
   }
 
+  // The first of n running sums above u, n if none is: by bisection, without a branch that nothing could predict.
+  static u64 first_above(const double *upto, u64 n, double u) {
+    u64 at = 0;
+    for (u64 left = n; left > 1;) {
+      const u64 half = left / 2;
+      at += half & -u64(upto[at + half - 1] <= u), left -= half;
+    }
+    return at + (upto[at] <= u);
+  }
   void prefetch_children(u32 l, u64 i) const {
     if (l == 0) return __builtin_prefetch(leaf_ + i * kFanOut);
     __builtin_prefetch(level_[l - 1] + i * kFanOut);

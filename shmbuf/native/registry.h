@@ -214,6 +214,11 @@ class Registry {  // call with the handle's registry mutex held
     store(slot.word, make_word(word_incarnation(load(slot.word, relaxed)), kClosed), release);
     unlock_byte(fd_, lock_slot(i));
   }
+  bool any_free() const {  // of the rings that have been used
+    for (u32 i = 0; i < s_.n_slots(); ++i)
+      if (word_state(load(s_.slot(i).word, acquire)) == kFree) return true;
+    return false;
+  }
   bool any_without_owner(int own_slot) const {
     for (u32 i = 0; i < s_.n_slots(); ++i)
       if (int(i) != own_slot && !byte_is_held(fd_, lock_slot(i))) return true;

@@ -66,7 +66,7 @@ struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
   u64 of;
   bool stratified;
   u64 operator()(u64 from, u64 k, u64 *ids) {
-    constexpr u64 kAtOnce = 64;
+    constexpr u64 kAtOnce = 256;
     double u[kAtOnce];
     for (u64 b = 0; b < k; b += kAtOnce) {
       const u64 m = std::min(kAtOnce, k - b);
@@ -120,7 +120,7 @@ template <class Host> class Sampling {
     return out;
   }
   u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done, const Outputs &out = {}) {
-    return Gather(s_, columns, n_columns, out).fetch(n, ids, done);
+    return fetch_in_parts(s_, columns, n_columns, n, ids, done, out);
   }
 
   // ---- the limiter ----

@@ -172,7 +172,7 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
 
     def _all_starts(self, buffer: Buffer, length: int, right: int) -> tuple[np.ndarray, np.ndarray]:
         """All rows where a slice may begin now, and their leaves, float64: of each trajectory all but its last ones."""
-        end, first, rows, _ = (np.asarray(x, np.int64) for x in buffer._call("trajectories"))
+        end, first, rows, _ = buffer.spans()
         behind = length - right - 1  # rows that have to follow
         n = rows - behind
         n = np.where(rows >= length, n, 0) if self.strict_length else np.maximum(n, 1)

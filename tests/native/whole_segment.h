@@ -48,7 +48,7 @@ static void segment() {
         if (rng.below(8) == 0 && at.wait(*ticket, soon(), go_on) == Status::ok && ticket->pieces[0].n == n && ticket->pieces[0].first < kDropped) {
           u64 ids[8];  // the same bytes again, where the rows lie by now or do not
           for (u64 j = 0; j < n; ++j) ids[j] = ticket->pieces[0].first + j;
-          if (at.edit(&whole, 1, kNoVersion, ids, n, soon(), rng.below(2), ticket, go_on) == Status::ok) at.wait(*ticket, soon(), go_on);
+          if (at.edit(&whole, 1, kNoVersion, ids, n, soon(), rng.below(2), true, ticket, go_on) == Status::ok) at.wait(*ticket, soon(), go_on);
         }
       }
       if (rng.below(512) == 0) at.clear(0, {}, soon(), ticket, go_on);

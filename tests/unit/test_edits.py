@@ -183,3 +183,34 @@ def test_a_restart_says_where_ids_go_on(make):
     buf.empty()
     assert buf.window[1] % 10 == 0 and buf.window[1] > native.MAX_ID
     other.close()
+
+
+def test_arrays_as_they_are_stored_and_others_are_edited_alike(make):
+    schema = {"a": ("float32", (2,)), "b": "int64", "next": {"a": ("float32", (2,))}}
+    plain, like = make(8, schema=schema, drain="caller"), make(8, schema=schema, drain="caller")
+    first = {"a": np.zeros((12, 2), "f4"), "b": np.arange(12), "next": {"a": np.ones((12, 2), "f4")}}
+    for b in (plain, like):
+        b.extend(first)
+    ids = np.array([4, 11, 3, 4], np.int64)  # 3 is gone, 4 comes twice
+    new = np.arange(8, dtype="f4").reshape(4, 2)
+    mapping = {"a": new[:, ::-1].copy()[:, ::-1], ("next", "a"): np.repeat(new, 2, 0)[::2], "b": np.arange(4)}
+    assert plain.edit(ids, {k: np.ascontiguousarray(v) for k, v in mapping.items()}).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    nested = {"a": mapping["a"].tolist(), "b": mapping["b"].tolist(), "next": {"a": mapping["next", "a"].tolist()}}
+    as_stored = {
+        "a": np.array(nested["a"], ">f4"),
+        "b": mapping["b"],
+        "next": {"a": np.array(nested["next"]["a"], "f4")},
+    }
+    assert like.edit(ids.tolist(), as_stored).tolist() == [True, True, False, True]
+    assert same(stored(plain), stored(like)) and plain.stats()["stale_edits"] == 1
+    for wrong in (ids.astype(np.int32), ids[::2][:2], ids[:, None]):
+        plain.edit(wrong, {"b": np.zeros(wrong.size, np.int64)})
+    with pytest.raises(SchemaError, match="given twice"):
+        plain.edit(ids, {"b": np.zeros(4, np.int64), ("b",): np.zeros(4, np.int64)})
+    with pytest.raises(SchemaError, match="mask"):
+        plain.edit(ids, {"b": np.ma.masked_array(np.zeros(4, np.int64), [0, 1, 0, 0])})

@@ -92,7 +92,7 @@ WRONG = [
     (lambda rb: rb.set_at_("obs", torch.zeros(2, 4).double(), [0, 1]), SchemaError, "expected float32, got float64"),
     (lambda rb: rb.set_at_("k", 0.5, [0]), SchemaError, "expected int64"),
     (lambda rb: rb.set_at_("k", 0, 10), IndexError, "10"),
-    (lambda rb: rb.set_at_("k", 0, torch.ones(9, dtype=torch.bool)), IndexError, ""),
+    (lambda rb: rb.set_at_("k", 0, torch.ones(9, dtype=torch.bool)), IndexError, r"mask of shape \[9\]: 10 rows"),
     (lambda rb: rb.set_at_("k", 0, True), IndexError, "bool"),
     (lambda rb: rb.__setitem__(0, 5), SchemaError, "not int"),
     (lambda rb: rb.__setitem__(0, rows(0, None).exclude("k")), SchemaError, "'k' is missing"),
@@ -470,3 +470,49 @@ def test_of_edits_in_the_background_that_fail_only_the_first_is_kept(full):
         full.synchronize()
     full.synchronize()
     assert full["k"][0] == 5
+
+
+def test_a_plain_tensor_and_what_it_means_otherwise_are_written_alike(make_rb):
+    """The core takes [n, *shape] tensors and int64 slots as they are; all else goes the long way round."""
+    rb, like = make_rb(10), make_rb(10)
+    for b in (rb, like):
+        b.extend(rows(0, 10))
+        b.extend(rows(10, 7))  # round the end: row ids are 7 to 16, and their slots begin with 10 to 16
+    index = torch.tensor([0, 9, -1, 3, -10, 6])
+    obs = torch.randn(6, 4)
+    assert rb._set_plain("obs", obs, index, None) and not rb._set_plain("obs", obs.tolist(), index, None)
+    like.set_at_("obs", obs, index.tolist())
+    assert same(rb[:], like[:]) and (rb["obs"][[9, 3, 0, 6]] == obs[[2, 3, 4, 5]]).all(), (
+        "of a row named twice the last"
+    )
+    for value, at in (
+        (obs.double(), index),
+        (obs.expand(2, 6, 4)[0].t().contiguous().t(), index),  # rows that do not lie one after another
+        (obs, index.int()),
+        (obs, index[None]),
+        (obs[:1], index),
+        (obs, index.tolist()),
+        (obs, torch.tensor([0, 1, 2, 3, 4, 10])),
+        (obs, torch.tensor([0, 1, 2, 3, 4, -11])),
+        (obs[:0], index[:0]),
+    ):
+        assert not rb._set_plain("obs", value, at, None)
+    assert not rb._set_plain("next", obs, index, None) and not rb._set_plain(["obs"], obs, index, None)
+    assert same(rb[:], like[:])
+    assert rb._set_plain(("next", "obs"), obs, None, torch.tensor([16, 7, 3, 8, 9, 10])), "row 3 is gone"
+    like.set_at_(("next", "obs"), obs[[0, 1, 3, 4, 5]], [6, 7, 8, 9, 0])
+    assert same(rb[:], like[:]) and rb.buffer.stats()["stale_edits"] == 1
+    assert not rb._set_plain("obs", obs[:1], None, torch.tensor([17])), "not stored yet"
+    with pytest.raises(IndexError, match=r"17.*no such row"):
+        rb.set_at_("obs", obs[:1], None, row_id=torch.tensor([17]))
+
+
+@pytest.mark.parametrize("made", [3, "rows", [1], {"k": 1}])
+def test_an_inverse_transform_that_makes_no_rows_is_named(made):
+    with TensorDictReplayBuffer(storage=ShmStorage(10, drain="caller")) as rb:
+        rb.extend(TensorDict({"k": torch.arange(3)}, [3]))
+        rb.append_transform(lambda td: made, invert=True)
+        for change in (lambda: rb.__setitem__(slice(0, 2), rb[:2]), lambda: rb.write_all(rb[:2])):
+            with pytest.raises(SchemaError, match=f"made {type(made).__name__} of the rows"):
+                change()
+        assert rb["k"].tolist() == [0, 1, 2]

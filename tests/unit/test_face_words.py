@@ -15,7 +15,6 @@ from shmbuf import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
-    RemoteTensorDictReplayBuffer,
     ReplayBuffer,
     SamplerWithoutReplacement,
     ShmStorage,
@@ -60,8 +59,6 @@ REFUSED = [
     ({"dim_extend": -1}, ValueError, "dim_extend=-1"),
     ({"dim_extend": 1}, ValueError, "dim_extend=1"),
     ({"service_backend": "process"}, ValueError, "supports 'direct' or 'ray'"),
-    ({"service_backend": "ray"}, NotImplementedError, "as_remote"),
-    ({"use_ray_service": True}, NotImplementedError, "as_remote"),
     ({"service_backend_options": {"a": 1}}, ValueError, "service_backend_options"),
     ({"transport": "ray"}, ValueError, "transport='auto' or 'direct'"),
     ({"transport_options": {"a": 1}}, ValueError, "transport_options are only valid for a remote"),
@@ -204,11 +201,6 @@ def test_shutdown(make_rb):
     with shmbuf.attach(rb.name) as other:
         assert other.is_alive and len(other.sample()) == 4, "only this handle"
     assert len(rb[:]) == 3
-
-
-def test_as_remote_says_what_to_install():
-    with pytest.raises(ImportError, match=r"pip install 'shmbuf\[ray\]'"):
-        RemoteTensorDictReplayBuffer.as_remote()
 
 
 def test_read_all_in_order(make_rb):

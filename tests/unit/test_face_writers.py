@@ -43,6 +43,18 @@ def test_the_largest_stay(best):
     assert stored(best) == [4, 5, 9]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_columns_that_numpy_has_no_dtype_for_are_replaced_bit_for_bit(best, dtype):
+    values = torch.tensor([0.5, -2, 1]).to(dtype)
+    best.extend(rows(1, 2, 3).set("x", values))
+    best.extend(rows(9).set("x", values[1:2]))
+    got = best[:]
+    best_row = got[got["next", "reward"].argmax()][None]
+    assert (
+        got["x"].dtype == dtype and best_row["x"].view(torch.uint8).tolist() == values[1:2].view(torch.uint8).tolist()
+    )
+
+
 def test_whoever_attaches_writes_the_same_way(best):
     best.extend(rows(1, 5, 3))
     other, copy = shmbuf.attach(best.name), pickle.loads(pickle.dumps(best))

@@ -24,7 +24,8 @@ def columns_of(rb, way: str):
     with pytest.MonkeyPatch.context() as patch:
         if way == "asked":
             patch.setattr(storage, "_EXCHANGE", None)
-        return storage._tensor_columns(schema, [getattr(torch, c.dtype) for c in schema.columns])
+        dtypes = [getattr(torch, c.dtype) for c in schema.columns]
+        return storage.of_tensors(schema.native(dtypes), dtypes)
 
 
 def make(spec: dict) -> TensorDictReplayBuffer:

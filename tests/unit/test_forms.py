@@ -62,7 +62,7 @@ def equal(a, b) -> bool:
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a.dtype == b.dtype and (a == b).all())
+    return a == b if isinstance(a, str) else bool(a.dtype == b.dtype and (a == b).all())
 
 
 @pytest.mark.parametrize("form", BATCHES)
@@ -294,3 +294,68 @@ def test_a_writer_that_ranks_rows_says_what_rows_it_takes(name):
                 call()
         assert len(rb) == 0
     shmbuf.destroy(name, force=True)
+
+
+@pytest.mark.parametrize(
+    ("example", "longer"),
+    [
+        (["x" * 300], "y" * 1000),
+        ([{"text": "x" * 300, "n": torch.zeros(2)}], {"text": "y" * 1000, "n": torch.ones(2)}),
+        ([("x" * 300, np.zeros(2))], ("y" * 1000, np.ones(2))),
+    ],
+)
+def test_an_example_says_the_form_of_rows_and_how_long_values_may_be(name, example, longer):
+    with ReplayBuffer(storage=ShmStorage(50, name=name, example=example), batch_size=2) as rb:
+        rb.extend([longer])
+        other = shmbuf.attach(name)
+        other.extend([longer] * 2)
+        assert len(rb) == 3 and equal(rb[2], longer)
+        with pytest.raises(SchemaError, match="rows are a tensor"):
+            rb.extend(torch.zeros(3))
+
+
+@pytest.mark.parametrize("example", [[], [1, torch.zeros(2)], "text", 3])
+def test_an_example_that_is_no_rows_is_refused(name, example):
+    with pytest.raises(SchemaError, match=r"example=|item 1"):
+        ReplayBuffer(storage=ShmStorage(50, name=name, example=example), batch_size=2)
+    with pytest.raises(shmbuf.BufferNotFound):
+        shmbuf.attach(name)
+
+
+class Doubled(torch.nn.Module):
+    """Stored as twice what was given."""
+
+    def forward(self, x):
+        return x
+
+    def inv(self, x):
+        self.seen = x
+        return double(x)
+
+
+def double(x):
+    if isinstance(x, dict):
+        return {k: double(v) for k, v in x.items()}
+    if isinstance(x, Pair):
+        return Pair(*map(double, x))
+    return type(x)(map(double, x)) if isinstance(x, (list, tuple)) else x * 2
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_transforms_change_a_list_of_rows_as_they_do_a_batch(rb, name, form):
+    batch = BATCHES[form]
+    rb.append_transform(Doubled())
+    rb.extend([item(batch, i) for i in range(3)])
+    rb.extend(batch)
+    first, second = (shmbuf.attach(name)[part] for part in (slice(0, 3), slice(3, 6)))
+    assert equal_all(first, double(batch)) and equal_all(second, double(batch))
+
+
+def test_transforms_are_given_a_list_of_python_values_as_it_is(rb):
+    rb.append_transform(twice := Doubled())
+    rb.extend(["a", "b"])
+    assert twice.seen == ["a", "b"] and rb[:] == ["aa", "bb"]
+
+
+def equal_all(a, b) -> bool:
+    return all(equal(item(a, i), item(b, i)) for i in range(3))

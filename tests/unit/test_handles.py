@@ -115,6 +115,16 @@ def test_more_handles_than_rings(make):
     assert numbers(buf) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("drain", ["caller", "thread"])
+def test_short_lived_collectors_use_each_others_rings(make, drain):
+    buf = make(drain=drain)
+    buf.extend(rows(0))
+    for i in range(1, 30):
+        with Buffer.attach(buf.name) as collector:
+            collector.extend(rows(i))
+    assert len(buf.collectors()) <= 3, "but for one that was still being drained"
+
+
 def test_a_read_only_handle_reads_and_never_writes(buf):
     buf.extend(rows(0, 3))
     with Buffer.attach(buf.name, readonly=True) as onlooker:

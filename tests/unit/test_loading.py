@@ -83,6 +83,21 @@ def test_the_limiter_is_in_force_during_a_load_and_does_not_hold_it_up(make, tmp
     assert len(b) == 80 and b.limiter_state()["max_diff"] - b.limiter_state()["diff"] == 10
 
 
+def test_a_load_does_not_wait_for_samplers_where_collectors_did_when_it_was_saved(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "BLOCK_BYTES", 8 * 10)
+    a, b = make(100, **SMALL), make(100, **SMALL)
+    limiter = RateLimiter(1.0, min_size=1, error_buffer=(-10, 10), max_batch=1)
+    a.set_limiter(limiter)
+    a.extend(k(*range(80)))
+    state = a.limiter_state()
+    assert state["diff"] > state["max_diff"], "one record may overshoot: now nobody may insert"
+    dump_buffer(a, tmp_path / "c")
+    b.set_limiter(limiter)
+    load_buffer(b, tmp_path / "c", timeout=20)
+    now = b.limiter_state()
+    assert numbers(b) == list(range(80)) and now["max_diff"] - now["diff"] == state["max_diff"] - state["diff"] < 0
+
+
 def test_what_somebody_else_sets_meanwhile_stays(make, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "BLOCK_BYTES", 8 * 10)
     a, b = make(100, **SMALL), make(100, **SMALL)

@@ -241,7 +241,7 @@ def test_an_interrupt_while_waiting_carries_the_ticket(buf):
     from shmbuf import Ticket
 
     def handler(signum, frame):
-        if frame.f_code is Ticket.wait.__code__ and frame.f_lineno != frame.f_code.co_firstlineno:
+        if frame.f_code is Ticket.finish.__code__ and frame.f_lineno != frame.f_code.co_firstlineno:
             raise KeyboardInterrupt
 
     def pester():

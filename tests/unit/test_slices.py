@@ -502,3 +502,25 @@ def test_numpy_level_arguments(make):
     assert buf.walk_forward([0, 3, 7, -1], 4, 2)[1].tolist() == [3, 2, 0, 0]
     assert np.array_equal(buf.walk_forward([0], 4, 2)[0], [[0, 2, 4, 4]])
     assert buf.trajectory(-1).tolist() == buf.trajectory(99).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trajectories_are_listed_as_they_are_walked(make_name, seed):
+    """Of streams that interleave row by row, by runs, and alone for long; round the end of the slots."""
+    rng, capacity = np.random.default_rng(seed), 300
+    buf = shmbuf.Buffer.create(
+        make_name(), capacity, schema={"k": "int64", "done": "bool"}, trajectories=True, drain="caller"
+    )
+    stored = 0
+    while stored < 4 * capacity:
+        n = int(rng.choice([1, 2, 7, 40, 120]))
+        streams = rng.integers(0, 3, n) if rng.random() < 0.5 else np.full(n, rng.integers(0, 3))
+        buf.extend(
+            {"k": np.arange(stored, stored + n), "done": rng.random(n) < rng.choice([0, 0.02, 0.3])}, stream=streams
+        )
+        stored += n
+        ids, lengths = buf.listing()
+        parts = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        assert [p.tolist() for p in parts] == sorted(buf.trajectory(t.end).tolist() for t in buf.trajectories())
+        assert sorted(ids.tolist()) == list(range(*buf.window))
+    buf.destroy(force=True)

@@ -22,6 +22,7 @@ KINDS = {
     "query": "tools.bench.query",
     "checkpoints": "tools.bench.checkpoints",
     "rlightning": "tools.bench.rlightning",
+    "ray": "tools.bench.ray_nodes",
     "kills": "tools.bench.kills",
     "memory": "tools.bench.memory",
     "memcpy": "tools.bench.machine",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .peers import NAMES, OURS, OURS_NUMPY
 from .plan import (
+    ACTOR,
     ALONE,
     BESIDE,
     BURNING,
@@ -15,6 +16,7 @@ from .plan import (
     FILLS,
     KILLED,
     PRIORITISED,
+    RAY_FACES,
     READERS,
     SAMPLERS,
     SHARED,
@@ -77,7 +79,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def lines(results: Results, settings: Settings) -> list[Line]:
-    every = (_ingest, _sample, _beside, _prioritised, _slices, _face, _cliffs, _rlightning, _kills, _memory)
+    every = (_ingest, _sample, _beside, _prioritised, _slices, _face, _cliffs, _rlightning, _ray, _kills, _memory)
     found = [line for group in every for line in group(results, settings)]
     return [line for line in found if line.ours is not None or line.peers]
 
@@ -355,6 +357,25 @@ def _rlightning(results: Results, settings: Settings) -> Iterator[Line]:
         yield Line(what, "s", results.get(f"rlightning/{figure}/{OURS}"), call, None, **common)
     rows = results.get(f"rlightning/rows/{OURS}")
     yield Line("rlightning: rows of 464 bytes out of such steps", "rows/s", rows, {}, None, errors="rlightning")
+
+
+def _ray(results: Results, settings: Settings) -> Iterator[Line]:
+    common = {"more_is_better": False, "errors": "ray/sample"}
+    local, torchrl = (results.peers("ray/sample", names) for names in (("local",), ("torchrl", "torchrl ahead")))
+    ours = {who: results.get(f"ray/sample/{who}") for who in RAY_FACES}
+    near = Goal("≤ 2 x local", over(ours[OURS], local.get("local")), "x local", most=2.0)
+    yield Line("Ray: sample(256), the buffer's node", "s", ours[OURS], local, near, **common)
+    yield Line("Ray: sample(256) across nodes", "s", ours["shmbuf across"], torchrl, None, **common)
+    ahead = ours["shmbuf across, ahead"]
+    best = min((t for t in torchrl.values() if t is not None), default=None)
+    far = Goal("≥ 2 x torchrl's rate", over(best, ahead), "x torchrl", least=2.0)
+    yield Line("the same, three batches ahead", "s", ahead, torchrl, far, **common)
+    yield Line("Ray: sample(256) out of two shards", "s", ours["shmbuf shards"], torchrl, None, **common)
+    yield Line("the same, three batches ahead", "s", ours["shmbuf shards ahead"], torchrl, None, **common)
+    step, call = results.get(f"ray/step/{OURS}"), results.peers("ray/step", (ACTOR,))
+    times = over(call.get(ACTOR), step)
+    goal = Goal("≥ 20 x an actor call", times, "x an actor call", least=20.0)
+    yield Line("Ray: add a step of 4,096 environments", "s", step, call, goal, more_is_better=False, errors="ray/step")
 
 
 def _kills(results: Results, settings: Settings) -> Iterator[Line]:

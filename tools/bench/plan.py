@@ -44,6 +44,12 @@ CLIFFS = ("keys", "readers", "pauses", "updates", "slices")
 READERS = (1, 2, 4, 8)
 # Beside rlightning's storage: a call of another process, as an actor's is one.
 CALL = "call of a process"
+# Over two Ray nodes, ours first: on the buffer's node, across nodes, out of two shards; beside an actor that is called for each step.
+RAY_FACES = (
+    *(peers.OURS, "local", "shmbuf across", "shmbuf across, ahead", "shmbuf shards", "shmbuf shards ahead"),
+    *("torchrl", "torchrl ahead"),
+)
+ACTOR = "Ray actor call"
 UPDATED = (10_000, 100_000, 1_000_000)
 # Rows stored and capacity: 10 million rows with ten times the room would take all of a small machine.
 FILLS = (
@@ -95,7 +101,7 @@ def cases(only: list[str]) -> list[Case]:
     every += [Case(f"slices/{size}", "slices", str(size)) for size in SIZES]
     every += [Case("face", "face"), Case("query/1000000", "query", "1000000"), Case("checkpoints", "checkpoints")]
     every += [Case(f"cliffs/{c}", "cliffs", c) for c in CLIFFS]
-    every += [Case("rlightning", "rlightning")]
+    every += [Case("rlightning", "rlightning"), Case("ray", "ray")]
     every += [Case(f"kills/atari/{n}", "kills", "atari", n) for n in KILLED]
     every += [Case(f"memory/{row}", "memory", row) for row in ("mujoco", "atari")]
     every += [Case("memcpy/after", "memcpy")]

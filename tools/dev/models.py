@@ -232,8 +232,9 @@ ENTRIES: list[Entry] = [
     # pins
     Spin("edit.pml", "", cc=BIG),
     Spin("edit.pml", "-DKILLS=3", cc=BIG),
+    Spin("edit.pml", "-DVERSIONS -DKILLS=2", cc=BIG),
     Spin("edit.pml", "-DTWO", soak=True, cc=BIG, limit=600),
-    *_mutants("edit.pml", "-DNORAISE", "-DNOSTRIPE", "-DEVENEARLY", "-DHALF", cc=BIG),
+    *_mutants("edit.pml", "-DNORAISE", "-DNOSTRIPE", "-DEVENEARLY", "-DHALF", "-DMARKLATE", cc=BIG),
     Spin("pin.pml", ""),
     Spin("pin.pml", "-DREVOKE"),
     *_mutants(

@@ -1,0 +1,129 @@
+"""`Shard`: the actor of one shard of a `ShardedReplayBuffer`. Its segment outlives its process; so do all that work in it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmbuf.attaching import attach
+from shmbuf.distributed.drawing import Drawer, Mass
+from shmbuf.distributed.keeper import Keeper
+from shmbuf.distributed.packing import pack
+from shmbuf.distributed.places import Recipe
+from shmbuf.samplers import SAMPLERS
+
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class _Cap:
+    """A limiter that counts no samples: rows are taken in until the difference is ``room``."""
+
+    room: int
+    strict = False
+
+    def words(self, batch: int = 1) -> tuple[int, int, int, float | None, float | None]:
+        return 1, 1, 0, float(-_UNLIMITED), float(self.room)
+
+
+class Report(NamedTuple):
+    """rows: ever inserted into the shard; waiting: collectors wait to insert more."""
+
+    rows: int
+    waiting: bool
+
+
+def set_cap(buffer: Any, cap: int | None) -> Report:
+    """Let no more than ``cap`` rows in all be inserted; a record may overshoot it. None: any number."""
+    state = buffer.limiter_state()
+    if cap is None:
+        if state is not None:
+            buffer.set_limiter(None)
+    else:
+        if state is None:
+            buffer.set_limiter(_Cap(0))
+            state = buffer.limiter_state()
+        buffer.set_limiter(_Cap(round(state["diff"]) + cap - state["inserted"]))
+    return report(buffer)
+
+
+def report(buffer: Any) -> Report:
+    if buffer.schema is None:
+        return Report(0, False)
+    counters, state = buffer._call("counters"), buffer.limiter_state()
+    held = state is not None and state["allowance"] == 0
+    return Report(counters["rows_total"], bool(held and counters["ring_used_bytes"]))
+
+
+class Shard(Keeper):
+    """A `Keeper` that also draws, for handles on other nodes. limited: nothing may be inserted before a cap is set."""
+
+    def __init__(self, recipe: Recipe, limited: bool = False):
+        super().__init__(recipe)
+        self._limited = limited
+        self._drawers: dict[str, Drawer] = {}
+        self._making = threading.Lock()
+        self._held: Any = None
+
+    def _made(self) -> Any:
+        rb = super()._made()
+        if self._limited:
+            set_cap(rb.buffer, 0)
+        return rb
+
+    def _found(self) -> Any:
+        rb = super()._found()
+        rb.buffer._become_reader()  # drains for those whose ring nobody else empties
+        return rb
+
+    def _drawer(self, spec: tuple[str, dict[str, Any], str | None]) -> Drawer:
+        key = repr(spec)
+        with self._making:
+            if key not in self._drawers:
+                name, arguments, _ = spec
+                self._drawers[key] = Drawer(attach(self._main().name, sampler=SAMPLERS[name](**arguments)))
+            return self._drawers[key]
+
+    def mass(self, spec: tuple[str, dict[str, Any], str | None]) -> Mass:
+        return self._drawer(spec).mass()
+
+    def draw(self, spec: tuple[str, dict[str, Any], str | None], n: int) -> Any:
+        """A `Part`, packed, and the mass there is for the next one."""
+        drawer = self._drawer(spec)
+        td, leaves, mass = drawer.draw(n)
+        return pack(td), leaves, mass, drawer.mass()
+
+    def prioritise(self, ids: np.ndarray, priorities: np.ndarray) -> tuple[int, int]:
+        """Set them; how many reached their row, and how many came late."""
+        done = self._main().buffer.set_priorities(ids, priorities)
+        return int(done.sum()), int((~done).sum())
+
+    def size(self) -> int:
+        return len(self._main())
+
+    def figures(self) -> dict[str, Any]:
+        return self._main().stats()
+
+    def cap(self, cap: int | None, held: Any = None) -> Report:
+        """Set the cap (negative: leave it), keep what the coordinator would lose; see `set_cap`."""
+        if held is not None:
+            self._held = held
+        buffer = self._main().buffer
+        return report(buffer) if cap is not None and cap < 0 else set_cap(buffer, cap)
+
+    def hold(self, held: Any) -> None:
+        self._held = held
+
+    def held(self) -> Any:
+        """What `hold` was given last; None: nothing since this process began."""
+        return self._held
+
+    def destroy(self) -> None:
+        with self._making:
+            for drawer in self._drawers.values():
+                drawer.rb.close()
+            self._drawers.clear()
+        super().destroy()

@@ -1,0 +1,192 @@
+"""Rows into shards: each process into its own node's, environments into those that the table says; a stream stays where it began."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from shmbuf import streams
+from shmbuf.distributed.joining import join
+from shmbuf.distributed.links import Link
+from shmbuf.distributed.rays import Gone, Silent, ask
+from shmbuf.distributed.sharing import Sharing
+from shmbuf.errors import SchemaError, ShmbufError, StorageLost
+from shmbuf.schema import Schema
+from shmbuf.tensors import tensor_leaves
+from shmbuf.ticket import left_of
+
+_HOME = 60.0
+_TRIES = 4
+
+
+class ShardTicket:
+    """As a `Ticket`: ``wait`` gives int64[n, 2], shard and row index there of each row."""
+
+    def __init__(self, ticket: Any, shard: int):
+        self._ticket, self.shard = ticket, shard
+
+    @property
+    def rows(self) -> int:
+        return self._ticket.rows
+
+    def done(self) -> bool:
+        """Whether the rows can be drawn by now."""
+        return self._ticket.done()
+
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
+        return _numbered(self.shard, self._ticket.wait(timeout))
+
+
+def _numbered(shard: int, index: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.full_like(index, shard), index], -1)
+
+
+class Writing(Sharing):
+    """`extend`, `put`, `add`."""
+
+    def _begin_writing(self) -> None:
+        self._home: int | None = None
+        self._routes: dict[str, tuple[int, int] | None] = {}
+        self._streams_named: bool | None = None
+        self._settling = threading.Lock()
+
+    def extend(
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        env_id: str | None = None,
+        update_priority: bool | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Store a batch of rows in one shard; returns when everybody can draw them.
+
+        Args:
+            tensordicts, update_priority, stream, timeout: see `TensorDictReplayBuffer.extend`.
+            env_id: the environment whose next steps these are: the table says its shard, and they are one stream. Default: this
+                process's shard, which is its node's.
+
+        Returns:
+            LongTensor[n, 2]: the shard, and the index there, of each row.
+
+        Raises:
+            As `TensorDictReplayBuffer.extend`. StorageLost: an actor of another node was killed meanwhile, and it is not known whether
+            the rows were stored. If its node died they are stored in another shard.
+        """
+        ways = {} if update_priority is None else {"update_priority": update_priority}
+        number, index = self._write("extend", tensordicts, env_id, stream, timeout, ways)
+        return _numbered(number, index)
+
+    def put(
+        self, data: TensorDictBase, *, env_id: str | None = None, stream: Any = None, timeout: float | None = None
+    ) -> ShardTicket:
+        """Hand rows to the ring and return at once: what collectors call. On a node without a shard: through an actor, which is waited for."""
+        number, ticket = self._write("put", data, env_id, stream, timeout, {})
+        return ShardTicket(ticket, number)
+
+    def add(
+        self, data: TensorDictBase, *, env_id: str | None = None, stream: Any = None, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Store one row, of batch size []; returns LongTensor[2]: shard and index."""
+        number, index = self._write("add", data, env_id, stream, timeout, {})
+        return torch.tensor([number, index])
+
+    def _write(
+        self, method: str, rows: Any, env_id: str | None, stream: Any, timeout: float | None, ways: dict[str, Any]
+    ) -> tuple[int, Any]:
+        self._check_open()
+        self._refresh()
+        if env_id is not None and stream is not None:
+            raise TypeError("env_id or stream, not both: an environment is a stream")
+        since = time.monotonic()
+        for tries in range(_TRIES):
+            number, of = self._target(env_id)
+            how = dict(ways, timeout=left_of(timeout, since))
+            try:
+                link = self._link(number)
+                if stream is not None:
+                    how["stream"] = stream
+                elif of is not None and not self._named(link, rows, method == "add"):
+                    how["stream"] = of
+                return number, link.client._call(method, rows, **how)
+            except Gone as e:
+                self._moved(number, e)
+            except StorageLost as e:
+                if not isinstance(e.__cause__, Gone) or tries == _TRIES - 1:
+                    raise
+                self._moved(number, e.__cause__)
+        raise StorageLost(
+            f"{_TRIES} shards of buffer {self.name!r} were lost while rows were being put. Nothing was stored"
+        )
+
+    def _moved(self, number: int, why: Exception) -> None:
+        """That shard is lost: whoever wrote there writes elsewhere from now on."""
+        self._lose(number, str(why))
+        with self._settling:
+            if self._home == number:
+                self._home = None
+            self._routes = {k: v for k, v in self._routes.items() if v is None or v[0] != number}
+
+    def _target(self, env_id: str | None) -> tuple[int, int | None]:
+        """The shard, and the stream if it is an environment's."""
+        with self._settling:
+            if env_id is not None:
+                if self._routes.get(env_id, (None,))[0] in (None, *self._lost):  # type: ignore[index]
+                    self._routes[env_id] = self._from_coordinator("route", env_id)
+                found = self._routes[env_id]
+                if found is None:
+                    raise ValueError(
+                        f"env_id={env_id!r}: buffer {self.name!r} routes no environments: give its constructor env_ids= or episode_table="
+                    )
+                self._know(found[0])
+                return found
+            if self._home is None or self._home in self._lost:
+                mine = self._directory.on(self._here)
+                home = mine.number if mine is not None else self._from_coordinator("home", self._here)
+                if home is None and not self._settings.auto_shards:
+                    raise StorageLost(
+                        f"all shards of buffer {self.name!r} are lost, and auto_shards is off: add_shard()"
+                    )
+                self._home = home if home is not None else join(self._settings, self._coordinator, self._here)
+                self._know(self._home)
+            return self._home, None
+
+    def _from_coordinator(self, method: str, *args: Any) -> Any:
+        """It may be starting again. Without it: any shard that is known."""
+        give_up = time.monotonic() + _HOME
+        while True:
+            try:
+                return ask(self._asking(method, *args), 10.0)
+            except Silent:
+                living = self._directory.living()
+                if method == "home" and living:
+                    return living[0].number
+                if time.monotonic() > give_up:
+                    raise ShmbufError(
+                        f"the coordinator of buffer {self.name!r} does not answer within {_HOME:g} s"
+                    ) from None
+                time.sleep(0.2)
+            except Gone as e:
+                raise StorageLost(f"buffer {self.name!r} was shut down: {e}") from e
+
+    def _know(self, number: int) -> None:
+        if self._directory.of(number) is None:
+            self._update_directory()
+
+    def _named(self, link: Link, rows: Any, single: bool) -> bool:
+        """Whether rows need no stream: they name their trajectory themselves, or the buffer keeps none."""
+        if self._streams_named is None:
+            marks = None
+            with contextlib.suppress(SchemaError):  # the put will say what is wrong
+                leaves = tensor_leaves(rows, others={})
+                schema = Schema.from_leaves(leaves, 0 if single else 1)
+                marks = streams.resolve(schema, link.entry.place.config.get("streams") or {})  # type: ignore[union-attr]
+            if marks is None:
+                return True
+            self._streams_named = not marks.keep or marks.trajectory is not None
+        return self._streams_named

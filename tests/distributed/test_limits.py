@@ -1,0 +1,115 @@
+"""Samples per insert over all shards of two nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import ray
+
+from shmbuf import NotEnoughRows, RandomSampler, RateLimiter, ShardedReplayBuffer, ShmStorage
+from shmbuf.distributed.limiting import AHEAD
+from shmbuf.limiter import MinSize
+from tests.distributed.helpers import kill_actor, restarted, rows, there, until
+
+SPI, LOW, HIGH, BATCH, RECORD = 2.0, -64.0, 256.0, 16, 4
+
+
+def make(name, limiter):
+    storage = ShmStorage(20_000, name=name)
+    return ShardedReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=BATCH, limiter=limiter, seed=1)
+
+
+class Putter:
+    def __init__(self, rb):
+        self.rb, self.sampled = rb, 0
+
+    def pid(self):
+        return os.getpid()
+
+    def put_for_ever(self):
+        while True:
+            self.rb.put(rows(0, RECORD), timeout=300)
+
+    def sample_for_ever(self):
+        while True:
+            self.rb.sample(timeout=300)
+            self.sampled += BATCH
+
+    def count(self):
+        return self.sampled
+
+
+def somewhere(node, rb):
+    return ray.remote(num_cpus=0, max_concurrency=3)(Putter).options(scheduling_strategy=there(node)).remote(rb)
+
+
+def within(rb, learners):
+    """The inequality, on what is stored in truth; returns (rows, sampled) of the coordinator's books."""
+    limits = rb.stats()["limiter"]  # before the rows are counted: no less was sampled then
+    stored = sum(s["rows_total"] for s in rb.stats()["shards"].values())
+    sampled = rb.stats()["limiter"]["sampled"]
+    assert stored * SPI - sampled <= HIGH + SPI * RECORD * 2, "of each shard one record may be too many"
+    assert stored * SPI - limits["sampled"] >= LOW
+    return stored, sampled
+
+
+def test_the_ratio_holds_over_all_shards_whoever_dies(cluster, buffer_name):
+    rb = make(buffer_name, RateLimiter(SPI, 8, (LOW, HIGH)))
+    with pytest.raises(NotEnoughRows, match="sampling begins at 8"):
+        rb.sample()
+    here, there_ = somewhere(cluster.here, rb), somewhere(cluster.others[0], rb)
+    for p in (here, there_):
+        p.put_for_ever.remote()
+    # nobody samples: both stop where the ratio says
+    until(lambda: within(rb, 0)[0] * SPI >= HIGH - SPI)
+    stopped = within(rb, 0)[0]
+    for _ in range(20):
+        assert within(rb, 0)[0] <= stopped + 2 * RECORD
+    # both sides move together
+    for _ in range(40):
+        rb.sample(timeout=60)
+        within(rb, 1)
+    assert within(rb, 1)[0] > stopped
+    # a learner that is killed with what it was granted, and a collector: the others go on
+    learner = somewhere(cluster.others[0], rb)
+    learner.sample_for_ever.remote()
+    until(lambda: ray.get(learner.count.remote()) > 10 * BATCH)
+    for p in (learner, there_):
+        os.kill(ray.get(p.pid.remote()), signal.SIGKILL)
+    before = within(rb, 2)[0]
+    for _ in range(40):
+        rb.sample(timeout=60)
+    assert within(rb, 2)[0] > before
+    # the coordinator: its books are kept by the shards
+    books = rb.stats()["limiter"]["sampled"]
+    pid = kill_actor(rb._coordinator)
+    for _ in range(2 * AHEAD):
+        rb.sample(timeout=60)
+    until(lambda: restarted(rb._coordinator, pid))
+    assert rb.stats()["limiter"]["sampled"] >= books
+    before = within(rb, 2)[0]
+    for _ in range(40):
+        rb.sample(timeout=60)
+    assert within(rb, 2)[0] > before
+    # and at the end of a run nothing is limited
+    with pytest.raises(ValueError, match="constructor's"):
+        rb.set_limiter(MinSize(1))
+    rb.set_limiter(None)
+    stored = rb.write_count
+    until(lambda: rb.write_count > stored + 4 * HIGH)
+    assert len(rb.sample()) == BATCH
+    rb.shutdown()
+
+
+def test_a_least_number_of_rows_is_counted_over_all_shards(cluster, buffer_name):
+    rb = make(buffer_name, MinSize(10))
+    rb.extend(rows(0, 6))
+    with pytest.raises(NotEnoughRows, match="begins at 10"):
+        rb.sample()
+    cluster.run(cluster.others[0], lambda rb: len(rb.extend(rows(6, 6))), rb)
+    assert len(rb.sample(timeout=60)) == BATCH
+    with pytest.raises(NotEnoughRows, match="empty"):
+        rb.empty() or rb.sample()
+    rb.shutdown()
