@@ -7,7 +7,7 @@ BENCH   = .venv-bench
 COMPAT  = .venv-torchrl
 ARGS   ?=
 
-.PHONY: demo test compat bench build lint models aarch64 native soak sanitize fuzz mutants wheel clean
+.PHONY: demo test compat check-cuda bench build lint models aarch64 native soak sanitize fuzz mutants wheel clean
 
 demo: $(VENV)/.built  ## 4 collectors, one learner: DQN on CartPole until the return is 400
 	$(PY) examples/dqn_cartpole.py $(ARGS)
@@ -31,6 +31,9 @@ build: $(VENV)/.built  ## the environment with everything the tests need, and bo
 
 lint: $(VENV)/.built
 	$(PY) -m ruff check shmbuf tests tools examples && $(PY) -m mypy
+
+check-cuda: $(VENV)/.built  ## device memory on a GPU: tests, deaths, figures; ARGS=--standin without one
+	$(PY) -m tools.dev.check_cuda $(ARGS)
 
 models: $(VENV)/.built  ## SPIN models and litmus tests
 	$(PY) tools/dev/models.py $(ARGS)

@@ -18,6 +18,7 @@ _HOME = {
             "CommitInterrupted",
             "CommitPending",
             "ConcurrentUse",
+            "DeviceError",
             "Lapped",
             "NotEnoughMemory",
             "NotEnoughRows",

@@ -15,9 +15,17 @@ from typing import Any, TypeVar
 import msgpack
 import numpy as np
 
-from shmbuf import failures, memory, segment, streams
+from shmbuf import devices, failures, memory, segment, streams
 from shmbuf._extension import native
-from shmbuf.errors import BufferExists, BufferFormatError, BufferNotFound, NotEnoughMemory, ShmbufError, StorageLost
+from shmbuf.errors import (
+    BufferExists,
+    BufferFormatError,
+    BufferNotFound,
+    DeviceError,
+    NotEnoughMemory,
+    ShmbufError,
+    StorageLost,
+)
 from shmbuf.schema import Schema, flatten
 from shmbuf.settings import DEFAULTS, FULL, check_settings
 from shmbuf.ticket import seconds_of
@@ -41,7 +49,7 @@ class Attachment:
         self._adopt(handle)
 
     def _adopt(self, handle: Any) -> None:
-        self._handle = handle
+        self._handle = self._bare = handle  # the first may be watched, see _have_rows
         self._header = handle.header
         try:
             self.config: dict[str, Any] = msgpack.unpackb(handle.config)
@@ -54,7 +62,9 @@ class Attachment:
         handle.seed(secrets.randbits(64))
         failures.attached[id(handle)] = weakref.ref(self)
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _finalize, handle, self.name, None, 0)
+        self._place = devices.Place(self.name, self.config.get("device"))
+        self._finalizer = weakref.finalize(self, _finalize, handle, self._place, self.name, None, 0)
+        self._have_rows()
 
     # ---- birth and end ------------------------------------------------------------------------------------------
 
@@ -77,6 +87,8 @@ class Attachment:
         trajectories: bool | None = None,
         traj_key: Any = None,
         end_keys: Any = None,
+        device: Any = None,
+        device_rings: int = 1,
         config: Mapping[str, Any] | None = None,
     ) -> Self:
         """A new buffer, and a handle on it.
@@ -104,10 +116,13 @@ class Attachment:
                 ``"traj_ids"``, whichever the schema has; with none, a collector's rows (of one ``stream=``) follow each other.
             end_keys: columns of which a non-zero value ends a trajectory. Default: those of done, terminated, truncated under
                 ``"next"``, or else at the top.
+            device: where the rows live: None or ``"cpu"``: in the segment; ``"cuda"``, ``"cuda:1"`` or a GPU's UUID: in its memory, which
+                lives as long as a process has it open.
+            device_rings: how many handles can put rows from the device at the same time.
             config: extra msgpack values for :attr:`config`.
 
         Raises:
-            BufferExists, BufferInUse, SchemaError, NotEnoughMemory, ValueError
+            BufferExists, BufferInUse, SchemaError, NotEnoughMemory, DeviceError, ValueError
         """
         check_settings(capacity, max_collectors, ring_bytes, full=full, drain=drain, exists=exists)
         seconds_of(timeout)
@@ -121,6 +136,8 @@ class Attachment:
         if given is not None:
             streams.resolve(given, marks)
         settings = {**(config or {}), "full": full, "timeout": timeout, "drain": drain, "streams": marks}
+        if (place := devices.wish(device, device_rings)) is not None:
+            settings["device"] = place
         try:
             blob = msgpack.packb(settings)
         except (TypeError, ValueError, OverflowError) as e:
@@ -152,6 +169,7 @@ class Attachment:
                         "full": full,
                         "timeout": timeout,
                         "drain": drain,
+                        **({} if place is None else {"device": place["uuid"]}),
                     }
                     return cls._attach_existing(name, asked, ring_bytes, given)  # type: ignore[arg-type]
                 except BufferNotFound:
@@ -177,6 +195,7 @@ class Attachment:
         self = cls.attach(name)
         try:
             has = {"capacity": self.capacity, "max_collectors": self._header["max_collectors"], **self.config}
+            has["device"] = (has.get("device") or {}).get("uuid", "cpu")
             other = [
                 f"{k}: has {has.get(k)!r}, asked for {v!r}"
                 for k, v in asked.items()
@@ -271,7 +290,7 @@ class Attachment:
     def _rearm_finalizer(self) -> None:
         self._finalizer.detach()
         instance = self._header["instance_id"] if self._owns else None
-        self._finalizer = weakref.finalize(self, _finalize, self._handle, self.name, instance, os.getpid())
+        self._finalizer = weakref.finalize(self, _finalize, self._bare, self._place, self.name, instance, os.getpid())
         util = sys.modules.get("multiprocessing.util")
         if self._owns and util is not None:  # a forked multiprocessing child ends without atexit
             util.Finalize(None, self._finalizer, exitpriority=0)
@@ -293,14 +312,19 @@ class Attachment:
         """A native call met a dead handle: attach anew in a fork child, else say what happened."""
         why = native.STATUSES[error.args[0]]
         if why == "destroyed":
-            raise StorageLost(f"buffer {self.name!r} was destroyed") from None
+            raise self._lost(why) from None
+        if why == "device":
+            raise self._device_failed(error.args[1]) from None
+        if why == "unmapped":
+            self._place.require(self._handle)
+            return
         if why != "forked" or self.closed:
             if threading.current_thread().daemon and not threading.main_thread().is_alive():
                 raise SystemExit  # the interpreter ends: quietly
             raise ValueError(f"this handle on buffer {self.name!r} is closed") from None
         instance = self._header["instance_id"]
         self._finalizer.detach()
-        failures.attached.pop(id(self._handle), None)
+        failures.attached.pop(id(self._bare), None)
         try:
             handle = segment.attach(self.name, owner=self._owner, readonly=self._readonly)
         except BufferNotFound as e:
@@ -314,12 +338,28 @@ class Attachment:
         self._drain_process = None
         self._adopt(handle)
 
+    def _lost(self, what: str) -> StorageLost:
+        """The error for a buffer that is no more."""
+        if self._place.wish is not None and self._handle.linked:  # marked as destroyed by who saw the end of its memory
+            return self._place.gone()
+        return StorageLost(f"buffer {self.name!r} was {what}")
+
+    def _device_failed(self, words: str) -> Exception:
+        """The error of work on the device that went wrong."""
+        if self._place.lost:
+            return self._place.gone()
+        return DeviceError(
+            f"work on the rows of buffer {self.name!r}, in memory of {self.device}, went wrong in this process: {words}. Others go on; if "
+            "the driver calls it an illegal address or a failed launch, this process's CUDA context is of no more use: begin it anew"
+        )
+
     def _call(self, method: str, *args: Any) -> Any:
         try:
-            return getattr(self._handle, method)(*args)
-        except native.Gone as e:
-            self._recover(e)
-            return getattr(self._handle, method)(*args)
+            while True:
+                try:
+                    return getattr(self._handle, method)(*args)
+                except native.Gone as e:  # a fork child attaches anew, and then may have no rows
+                    self._recover(e)
         except native.FormatError as e:
             raise segment.damaged(self.name, e, self._owner) from None
         except native.MapError as e:
@@ -327,10 +367,11 @@ class Attachment:
 
     def _get(self, attribute: str) -> Any:
         try:
-            return getattr(self._handle, attribute)
-        except native.Gone as e:
-            self._recover(e)
-            return getattr(self._handle, attribute)
+            while True:
+                try:
+                    return getattr(self._handle, attribute)
+                except native.Gone as e:
+                    self._recover(e)
         except native.FormatError as e:
             raise segment.damaged(self.name, e, self._owner) from None
         except native.MapError as e:
@@ -359,14 +400,39 @@ class Attachment:
         self._columns = schema.native()
         self.marks = streams.resolve(schema, self.config.get("streams") or {})
         self._header = self._handle.header
+        self._have_rows()
         self._schema = schema
+
+    def _have_rows(self) -> None:
+        """Rows in device memory are mapped as soon as there are any."""
+        if self._place.wish is None or not self._handle.ready:
+            return
+        self._place.map(self._handle)
+        if (
+            self._place.hold is not None
+            and self._place.hold.connection is not None
+            and type(self._handle) is not devices.Watched
+        ):
+            self._handle = devices.Watched(self._handle, self._place)
+
+    @property
+    def device(self) -> str:
+        """Where the rows live: ``"cpu"``, or the device as this process counts (``"cuda:0"``), or, if it does not see it, its UUID."""
+        if self._place.wish is None:
+            return "cpu"
+        from shmbuf.cuda import driver
+
+        try:
+            return f"cuda:{driver.by_uuid(driver.uuid_of(self._place.wish['uuid'])).index}"
+        except DeviceError:
+            return self._place.wish["uuid"]
 
     def _build(self, schema: Schema, whose: str, timeout: float | None = None) -> None:
         if self._readonly and not self._get("ready"):
             raise PermissionError("a read-only handle cannot give the buffer its schema")
         self._get("ready")  # a fork child attaches anew here
         seconds = self._seconds if timeout is None else seconds_of(timeout)
-        self._use_schema(segment.build(self._handle, schema, whose, seconds))
+        self._use_schema(segment.build(self._handle, schema, whose, seconds, self._place))
 
 
 def _unpickle(cls: type[Self], name: str, owner: int | None, readonly: bool, instance_id: int) -> Self:
@@ -379,10 +445,11 @@ def _unpickle(cls: type[Self], name: str, owner: int | None, readonly: bool, ins
     return self
 
 
-def _finalize(handle: Any, name: str, instance_id: int | None, owner_pid: int) -> None:
+def _finalize(handle: Any, place: devices.Place, name: str, instance_id: int | None, owner_pid: int) -> None:
     """instance_id is given by the creator of an unnamed buffer, which ends with it (but not with its forked children)."""
     failures.attached.pop(id(handle), None)
     handle.close()
+    place.close()
     if instance_id is not None and os.getpid() == owner_pid:
         with contextlib.suppress(ShmbufError, OSError):  # gone already
             segment.destroy(name, force=True, instance_id=instance_id)

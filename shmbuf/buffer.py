@@ -179,6 +179,34 @@ class Buffer(Trajectories, Epochs, Edits):
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
         return ticket
 
+    def submit_device(
+        self,
+        columns: list[tuple[int, int, int]],
+        n: int,
+        wake: bool,
+        timeout: float | None,
+        convert: Callable[[np.ndarray, int], Any],
+        extras: tuple[np.ndarray | None, np.ndarray | None],
+        stream: int,
+    ) -> Ticket | None:
+        """For the floors above: as `submit`, of n rows in device memory: (offset in the row, bytes, address) of each column.
+
+        stream: the CUstream whose work makes them. Returns None if every device ring has a living owner.
+        """
+        seconds = self._seconds if timeout is None else seconds_of(timeout)
+        of, p = extras
+        with_them = (0 if of is None else address_of(of), 0 if p is None else address_of(p))
+        try:
+            t = self._call("put_device", columns, n, self._full_code, seconds, wake, *with_them, False, stream)
+        except native.BadPriority as e:
+            raise bad_priority(self, e.args[0], float(p[e.args[0]])) from None  # type: ignore[index]
+        if _STATUS[t.status] == "no_device_ring":
+            return None
+        ticket = Ticket(t, self, convert)
+        if t.status:
+            failures.put_failed(self, _STATUS[t.status], ticket, seconds)
+        return ticket
+
     # ---- emptying, draining ------------------------------------------------------------------------------------
 
     def empty(self, *, empty_write_count: bool = True, timeout: float | None = None) -> None:

@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 
-from shmbuf import segment
+import msgpack
+
+from shmbuf import devices, segment
 from shmbuf.errors import BufferNotFound, ShmbufError
 
 
@@ -22,6 +24,7 @@ class _Stop(BaseException):
 def run(name: str, *, leave_when_alone: bool = False, quiet: bool = False) -> None:
     """Drain buffer ``name`` in this process, until it is destroyed or (leave_when_alone) nobody is attached any more."""
     handle = segment.attach(name, presence=False)
+    place = devices.Place(name, msgpack.unpackb(handle.config).get("device"))
     try:
         others = [
             m["pid"] for m in handle.members() if m["alive"] and "drainer" in m["roles"] and m["pid"] != os.getpid()
@@ -32,9 +35,11 @@ def run(name: str, *, leave_when_alone: bool = False, quiet: bool = False) -> No
                 + (f"stands by, pid {others[0]} drains" if others else "drains"),
                 flush=True,
             )
+        place.map_when_ready(handle, leave_when_alone)
         handle.drain_until(leave_when_alone)
     finally:
         handle.close()
+        place.close()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmbuf._extension import native
-from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
+from shmbuf.errors import Lapped, NotEnoughRows
 from shmbuf.failures import Waiting, writer_text
 from shmbuf.priorities import Priorities
 from shmbuf.reading import Reading, address_of
@@ -204,7 +204,7 @@ class EpochReader:
                     nap, helped, in_vain = 1e-4, False, in_vain + 1 if batch.missing.size == had else 0
                     continue
                 if self.buffer._get("destroyed"):
-                    raise StorageLost(f"buffer {self.buffer.name!r} was destroyed while a reader waited for new rows")
+                    raise self.buffer._lost("destroyed while a reader waited for new rows")
                 if not helped and self.buffer._get("ready"):
                     self.buffer._call("help")
                     helped = True
@@ -335,7 +335,7 @@ class EpochReader:
     def _wait_for_epoch(self, n: int, timeout: float | None, since: float) -> None:
         buffer, size = self.buffer, len(self.buffer)
         if buffer._get("destroyed"):
-            raise StorageLost(f"buffer {buffer.name!r} was destroyed while rows were being drawn")
+            raise buffer._lost("destroyed while rows were being drawn")
         if self.drop_last and size < n and (n > buffer.capacity or (size and timeout == 0)):
             raise ValueError(
                 f"The batch size ({n:,}) is greater than the number of stored rows ({size:,}"

@@ -12,6 +12,7 @@ __all__ = [
     "CommitInterrupted",
     "CommitPending",
     "ConcurrentUse",
+    "DeviceError",
     "Lapped",
     "NotEnoughMemory",
     "NotEnoughRows",
@@ -97,6 +98,10 @@ class TooManyPins(ShmbufError, RuntimeError):
 
 class NotEnoughMemory(ShmbufError, MemoryError):
     """/dev/shm, the machine or the cgroup has less memory left than the buffer needs. Nothing is left behind."""
+
+
+class DeviceError(ShmbufError, RuntimeError):
+    """A CUDA device, its driver or its memory is not to be had in this process. Buffers in host memory work all the same."""
 
 
 class CheckpointError(ShmbufError, ValueError):

@@ -60,9 +60,7 @@ def put_failed(buffer: Buffer, status: str, ticket: Ticket, seconds: float) -> N
         raise PermissionError(f"this handle on buffer {buffer.name!r} is read-only")
     if status == "forked":
         raise StorageLost("this process was forked inside a signal handler inside the call: the call is the parent's")
-    raise StorageLost(
-        f"buffer {buffer.name!r} was {status} while rows were being put ({rows:,} of {n:,} are in its ring)"
-    )
+    raise buffer._lost(f"{status} while rows were being put ({rows:,} of {n:,} are in its ring)")
 
 
 def _ring_full_text(buffer: Buffer, n: int, seconds: float) -> str:

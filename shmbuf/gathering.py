@@ -21,13 +21,10 @@ class Gathering:
         storage.schema()
         self._storage, self.n = storage, n
         self._leaves = storage._fresh(n, pin)
-        self._addresses = list(map(torch.Tensor.data_ptr, self._leaves[:-2]))
 
     def fetch(self, ids: np.ndarray, done: np.ndarray) -> int:
         """Copy the rows of int64[n] ids whose uint8[n] done is 0, and set it where the row was there; returns how many are."""
-        return self._storage.buffer._call(
-            "fetch", self._storage._columns, self._addresses, self.n, ids.ctypes.data, done.ctypes.data
-        )
+        return self._storage.fetch(self._leaves[:-2], ids, done)
 
     def tensordict(self, ids: np.ndarray) -> TensorDict:
         self._storage.buffer.count_drawn(ids)

@@ -222,11 +222,11 @@ class Cells:
     _inner: tuple[int, ...] | None
     _buffer: Buffer | None
     _ready: Schema | None
-    _columns: Any
     buffer: Any
     max_size: Any
     schema: Any
     _convert: Any
+    _submit: Any
     _column: Any
     _rows: Any
     _is_key: Any
@@ -266,14 +266,13 @@ class Cells:
                 part = slice(start, min(start + most, n))
                 extras = (None if of is None else of[part], None if p is None else p[part])
                 try:
-                    got = buffer.submit(
-                        self._columns,
+                    got = self._submit(
                         [t[part] for t in leaves],
                         part.stop - start,
                         wake,
                         left_of(timeout, since),
-                        True,
-                        extras=extras,
+                        self._as_indices,
+                        extras,
                     )
                 except (RingFull, CommitInterrupted) as e:
                     if not parts:
@@ -285,7 +284,6 @@ class Cells:
                         ticket,
                         ticket.rows,
                     ) from None
-                assert got is not None, "converted rows fit"
                 parts.append(got._native)
             ticket = Ticket(Parts(parts, n), buffer, self._as_indices)
         ticket.convert = self._as_indices

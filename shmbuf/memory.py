@@ -137,20 +137,24 @@ class Estimate:
     configuration: int
     ring: int  # of each collector, from its first put on
     max_collectors: int
+    device: int = 0  # in device memory, where the rows live there: they and the device rings
 
     @property
     def total(self) -> int:
-        """Reserved when the schema is known."""
-        return sum(self.columns.values()) + self.padding + self.priorities + self.trajectories + self.configuration
+        """Reserved, of the host's memory, when the schema is known."""
+        rows = 0 if self.device else sum(self.columns.values()) + self.padding
+        return rows + self.priorities + self.trajectories + self.configuration
 
     def __str__(self) -> str:
-        parts = {**self.columns, "padding": self.padding, "priorities": self.priorities}
-        parts |= {"trajectories": self.trajectories, "configuration": self.configuration}
+        parts = {} if self.device else {**self.columns, "padding": self.padding}
+        parts |= {"priorities": self.priorities, "trajectories": self.trajectories, "configuration": self.configuration}
         lines = [f"{n:>20,}  {what}" for what, n in parts.items() if n]
         lines += [
             f"{self.total:>20,}  in all, for {self.capacity:,} rows",
             f"{self.ring:>20,}  more for each collector",
         ]
+        if self.device:
+            lines.append(f"{self.device:>20,}  of device memory, for the rows and device rings")
         return "\n".join(lines)
 
 
@@ -183,8 +187,15 @@ def estimate(
 
 
 def of(
-    schema: Schema, capacity: int, max_collectors: int, ring_bytes: int, keep: bool, config_bytes: int = 0
+    schema: Schema,
+    capacity: int,
+    max_collectors: int,
+    ring_bytes: int,
+    keep: bool,
+    config_bytes: int = 0,
+    device_rings: int | None = None,
 ) -> Estimate:
+    """device_rings: None: the rows live in host memory."""
     ring = native.ring_bytes(ring_bytes, schema.row_bytes)
     priorities = native.bookkeeping_bytes(capacity, False)
     return Estimate(
@@ -196,4 +207,5 @@ def of(
         config_bytes or native.config_bytes(max_collectors, MAX_MEMBERS, 1024),
         native.ring_stride(ring, keep),
         max_collectors,
+        0 if device_rings is None else native.device_bytes(capacity, schema.row_bytes, ring, device_rings),
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from shmbuf import memory
 from shmbuf._extension import native
-from shmbuf.errors import Lapped, NotEnoughMemory, NotEnoughRows, StorageLost, TooManyPins
+from shmbuf.errors import DeviceError, Lapped, NotEnoughMemory, NotEnoughRows, StorageLost, TooManyPins
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -52,7 +52,7 @@ class Pin:
             of each part: ids, int64[n]; rows: nested dict of read-only arrays [n, *shape], views of shared memory.
 
         Raises:
-            StorageLost: released, or its buffer closed. Lapped: revoked. NotEnoughMemory: the rows, which are mapped once more
+            StorageLost: released, or its buffer closed. Lapped: revoked. DeviceError: the rows are in device memory. NotEnoughMemory: the rows, which are mapped once more
             for it, exceed this process's address space.
         """
         handle = self._buffer._handle
@@ -62,9 +62,14 @@ class Pin:
             )
         if not self._hold.valid:
             raise Lapped(self._lost())
+        if self._buffer._place.wish is not None:
+            raise DeviceError(
+                f"the rows of buffer {self._buffer.name!r} are in device memory, of which numpy has no views: gather(range(pin.first_id, "
+                "pin.end_id)) copies them, and none is overwritten while the pin is held"
+            )
         if self._base is None:
             try:
-                self._base = handle.map_rows()
+                self._base = handle.view_rows()
             except native.MapError as e:
                 raise NotEnoughMemory(memory.unmappable(e)) from None
         capacity, out = self._buffer.capacity, []

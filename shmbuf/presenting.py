@@ -21,7 +21,7 @@ def pack_all(key: Key, values: Sequence[Any]) -> list[bytes]:
 def values_of(column: torch.Tensor) -> Any:
     """uint8[*batch, max_bytes] → a NonTensorStack of shape batch; of no batch dimension: NonTensorData."""
     batch = column.shape[:-1]
-    values = decode(np.asarray(column.reshape(-1, column.shape[-1])))
+    values = decode(np.asarray(column.cpu().reshape(-1, column.shape[-1])))
     if not batch:
         return NonTensorData(values[0])
     each = [NonTensorData(v) for v in values]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from shmbuf._extension import native
-from shmbuf.errors import StorageLost
 from shmbuf.failures import writer_text
 from shmbuf.reading import Reading, address_of, as_ids
 from shmbuf.schema import nest
@@ -96,7 +95,7 @@ class Priorities(Reading):
                 f"the rows of buffer {self.name!r} did not get priorities within {timeout:g} s: {writer_text(self)}"
             )
         if status != "ok":
-            raise StorageLost(f"buffer {self.name!r} was {status} while it began to keep priorities")
+            raise self._lost(f"{status} while it began to keep priorities")
 
     def set_priorities(self, ids: Any, priorities: Any) -> np.ndarray:
         """Set priorities of rows by id, in place, for every process at once.
@@ -135,7 +134,7 @@ class Priorities(Reading):
         if why == "readonly":
             raise PermissionError("a read-only handle cannot set priorities")
         if why == "destroyed":
-            raise StorageLost(f"buffer {self.name!r} was destroyed: no priority was set")
+            raise self._lost("destroyed: no priority was set")
         raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
 
     def priorities(self, ids: Any) -> np.ndarray:

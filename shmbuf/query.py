@@ -188,7 +188,8 @@ def query_buffer(
         rows = _Rows(_transformed(td, transforms), part.lengths)
         which = rows.matching(predicate)
         firsts = part.ids[np.cumsum(part.lengths) - part.lengths]
-        found += zip(firsts[which].tolist(), _apart(rows, which), strict=True)
+        given = _Rows(storage.delivered(rows.td), part.lengths)  # chosen on the host, of a device too
+        found += zip(firsts[which].tolist(), _apart(given, which), strict=True)
     return [t for _, t in sorted(found, key=_order(storage, [first for first, _ in found]))]
 
 

@@ -239,7 +239,7 @@ class Reading(Attachment):
                 raise PermissionError(
                     "a read-only handle cannot sample from a buffer with a limiter, which counts samples"
                 )
-            raise StorageLost(f"buffer {self.name!r} was {why} while a sampler waited for its limiter")
+            raise self._lost(f"{why} while a sampler waited for its limiter")
         return _left(timeout, since) if timeout else timeout
 
     @contextlib.contextmanager
@@ -267,15 +267,15 @@ class Reading(Attachment):
             assert self.schema is not None, "rows are stored, so there is a schema"
         return timeout
 
-    def _drawn(self, method: str, args: tuple[Any, ...], n: int, seconds: float) -> None:
+    def _drawn(self, method: str, args: tuple[Any, ...], n: int, seconds: float, *more: Any) -> None:
         """Draw, waiting for rows if there are none; an error that says why nothing can be drawn."""
         if not self._standby:
             self._become_reader()
         since = time.monotonic() if seconds > 0 else 0.0
         try:  # as _call does, without its price
-            status = getattr(self._handle, method)(*args, seconds)
+            status = getattr(self._handle, method)(*args, seconds, *more)
         except (native.Gone, native.FormatError):
-            status = self._call(method, *args, seconds)
+            status = self._call(method, *args, seconds, *more)
         while status != _OK:
             why = _STATUS[status]
             if why == "lapped":
@@ -290,12 +290,12 @@ class Reading(Attachment):
             if why == "not_ready":
                 raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
             if why != "empty":
-                raise StorageLost(f"buffer {self.name!r} was {why} while rows were being drawn")
+                raise self._lost(f"{why} while rows were being drawn")
             if n == 0:
                 return
             left = left_of(seconds if seconds >= 0 else None, since)
             self.wait_rows(1, left)
-            status = self._call(method, *args, seconds_of(left))
+            status = self._call(method, *args, seconds_of(left), *more)
 
     def _unreadable(self, seconds: float) -> Lapped:
         return Lapped(
@@ -315,7 +315,7 @@ class Reading(Attachment):
         since, seconds, stuck = time.monotonic(), seconds_of(timeout), None
         while not look():
             if self._get("destroyed"):
-                raise StorageLost(f"buffer {self.name!r} was destroyed while rows were being drawn")
+                raise self._lost("destroyed while rows were being drawn")
             if not len(self):
                 stuck = None
                 self.wait_rows(1, left_of(timeout, since))
@@ -344,7 +344,16 @@ class Reading(Attachment):
         seconds = seconds_of(timeout)
         if n > self.capacity:
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
-        status = _STATUS[self._call("wait_rows", n, seconds)]
+        status, since = "timeout", time.monotonic()
+        while self._place.wish is not None and not self._get("ready") and status == "timeout":
+            # Whoever waits helps, if he has the rows: these are mapped as soon as there are any.
+            left = seconds_of(left_of(timeout, since))
+            status = _STATUS[self._call("wait_rows", n, left if 0 <= left < 0.02 else 0.02)]
+            if left == 0:
+                break
+        if self._place.wish is not None:
+            self._have_rows()
+        status = _STATUS[self._call("wait_rows", n, seconds_of(left_of(timeout, since)))]
         if status == "timeout":
             have = len(self)
             if have >= n:  # they came between the last look and this one
@@ -358,7 +367,7 @@ class Reading(Attachment):
                 + (f"; {limited}" if limited else "")
             )
         if status != "ok":
-            raise StorageLost(f"buffer {self.name!r} was {status} while waiting for rows")
+            raise self._lost(f"{status} while waiting for rows")
 
     def gather(self, ids: Any) -> dict[str, Any]:
         """The rows of these ids, in order: nested dict of arrays [n, *shape], copies.
@@ -405,14 +414,19 @@ class Reading(Attachment):
     def fetch_into(self, columns: Any, addresses: list[int], ids: np.ndarray) -> np.ndarray:
         """For the floors above: the rows of int64 ids into packed memory; returns bool[n] valid."""
         done = np.zeros(len(ids), np.uint8)
-        self._call("fetch", columns, addresses, len(ids), address_of(ids), address_of(done))
+        self.fetch_some(columns, addresses, ids, done)
         return done.view(bool)
 
-    def fetch_slots_into(
-        self, columns: Any, addresses: list[int], slots: np.ndarray, seconds: float = 1.0
-    ) -> np.ndarray:
-        """For the floors above: the rows that lie in these slots into packed memory; returns their ids, int64[n].
+    def fetch_some(self, columns: Any, addresses: list[int], ids: np.ndarray, done: np.ndarray) -> int:
+        """For the floors above: those whose uint8[n] done is 0, which becomes 1 where the row was there; returns how many are."""
+        return self._call("fetch", columns, addresses, len(ids), address_of(ids), address_of(done))
 
+    def fetch_slots(
+        self, fetch: Callable[[np.ndarray, np.ndarray], int], slots: np.ndarray, seconds: float = 1.0
+    ) -> np.ndarray:
+        """For the floors above: the rows that lie in these slots; returns their ids, int64[n].
+
+        fetch(ids, done) copies the rows of int64[n] ids whose uint8[n] done is 0, sets it where the row was there, and returns how many are.
         A row that is overwritten meanwhile is read again as its successor. Raises IndexError for a slot beyond the stored
         rows, Lapped if some slot stays in transition for ``seconds``.
         """
@@ -427,7 +441,7 @@ class Reading(Attachment):
                 )
             fresh = hi - 1 - (hi - 1 - slots) % capacity  # the newest id of each slot
             ids = np.where(done, ids, fresh)
-            if self._call("fetch", columns, addresses, n, address_of(ids), address_of(done)) == n:
+            if fetch(ids, done) == n:
                 return ids
             if time.monotonic() > give_up:
                 raise Lapped(

@@ -21,6 +21,7 @@ import posix_ipc
 
 from shmbuf import memory
 from shmbuf._extension import native
+from shmbuf.devices import Place
 from shmbuf.errors import (
     BufferExists,
     BufferFormatError,
@@ -332,10 +333,10 @@ def attach_within(timeout: float | None, name: str, **how: Any) -> Any:
             time.sleep(0.02)
 
 
-def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Schema:
+def build(handle: Any, schema: Schema, whose: str, seconds: float, place: Place) -> Schema:
     """Give the segment its rows. Of several processes at once one builds, the others' schemas are checked against it.
 
-    Returns the buffer's schema. Raises SchemaError, NotEnoughMemory, StorageLost, RingFull (not within ``seconds``).
+    Returns the buffer's schema. Raises SchemaError, NotEnoughMemory, DeviceError, StorageLost, RingFull (not within ``seconds``).
     """
     give_up = time.monotonic() + seconds if seconds >= 0 else None
     marks = resolve(schema, msgpack.unpackb(handle.config).get("streams") or {})
@@ -355,11 +356,16 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
             if handle.ready:
                 break
             h = handle.header
-            need = memory.of(schema, h["capacity"], h["max_collectors"], h["ring_bytes"], marks.keep, h["config_bytes"])
+            rings = place.wish["rings"] if place.wish is not None else None
+            need = memory.of(
+                schema, h["capacity"], h["max_collectors"], h["ring_bytes"], marks.keep, h["config_bytes"], rings
+            )
             what = f"a buffer of {h['capacity']:,} rows × {schema.row_bytes:,} bytes, with one ring of {need.ring:,},"
             rows = need.total - need.configuration
             memory.require(rows + need.ring, what, need)
-            if error := handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native()):
+            device = place.make(handle, need.device) if rings is not None else None
+            shape = schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native()
+            if error := handle.build(*shape, device):
                 if error == errno.EFBIG:
                     raise NotEnoughMemory(memory.too_large(rows, what))
                 if error == errno.ENOMEM:
@@ -372,6 +378,8 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float = -1.0) -> Sch
                 raise OSError(error, f"growing the segment: {os.strerror(error)}")
         finally:
             handle.unlock_build()
+            if not handle.ready:
+                place.close()
     try:
         mine = Schema.from_bytes(handle.schema)
     except native.FormatError as e:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,14 +11,18 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from shmbuf import devices
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import Lapped, SchemaError
+from shmbuf.errors import DeviceError, Lapped, NotEnoughMemory, SchemaError
 from shmbuf.forms import Rows, show, take_items
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
+from shmbuf.on_device import OnDevice
+from shmbuf.outs import NUMBERS, Outs
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
+from shmbuf.reading import address_of
 from shmbuf.schema import PACKED, Column, Key, Schema, flatten, same_form, show_key
 from shmbuf.tensors import make_tensordict, plain, slots_at, stack, tensor_leaves, tree_of
 from shmbuf.ticket import Ticket, left_of, seconds_of
@@ -33,12 +36,10 @@ _ADDED = frozenset(
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _ADDRESS = torch.Tensor.data_ptr
 
-_NUMBERS: tuple[Key, Key] = (("row_id",), ("index",))
-
 
 def _check_names(schema: Schema) -> None:
     for key in schema.keys:
-        if len(key) > 1 and key[:1] in _NUMBERS:
+        if len(key) > 1 and key[:1] in NUMBERS:
             raise SchemaError(
                 f"key {show_key(key)}: {key[0]!r} is what samples call their own numbers; name it otherwise"
             )
@@ -83,7 +84,7 @@ def of_tensors(columns: Any, dtypes: list[torch.dtype]) -> Any:
     return columns
 
 
-class ShmStorage(Cells):
+class ShmStorage(Outs, Cells):
     """Rows in shared memory, under a name.
 
     Args:
@@ -92,7 +93,10 @@ class ShmStorage(Cells):
         schema: ``{key: (dtype, shape)}``; example: a TensorDict (one row, or a batch) or, for a `ReplayBuffer`, a list of rows as
             `extend` takes it (``["x" * 300]``: strings up to four times that long). With neither, the first `extend` or `put` of any process decides. A key of small Python values (None, bool, int, float, str, bytes, lists
             and dicts of them) is ``("msgpack", max_bytes)``; of first rows: the next power of two of 4 times the longest, at least 64.
-        device: ``"cpu"``.
+        device: where the rows live: ``"cpu"``: in the segment; ``"cuda"``, ``"cuda:1"``, a torch.device or a GPU's UUID: in its memory, from which
+            samples come without a copy on the host. Everything else stays in the segment.
+        device_rings: how many processes put tensors of that device without a copy on the host at the same time; the others' go through
+            the host.
         ndim: of the storage; with 2, rows are the cells of [time, lane], and `extend` takes [B, T]. ``len`` and ``write_count`` count cells
             (TorchRL's ``write_count`` counts time steps).
         batch_shape: the shape of a time step; max_size is rounded up to whole ones. Default: that of the first rows.
@@ -109,6 +113,7 @@ class ShmStorage(Cells):
         schema: Mapping | Schema | None = None,
         example: TensorDictBase | Mapping | list | None = None,
         device: Any = "cpu",
+        device_rings: int = 1,
         ndim: int = 1,
         batch_shape: int | tuple[int, ...] | None = None,
         max_collectors: int = 256,
@@ -123,12 +128,10 @@ class ShmStorage(Cells):
         traj_key: Any = None,
         end_keys: Any = None,
     ):
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"device={device!r}: rows are kept in host memory; move samples with .to({str(device)!r})")
         self.ndim, self._inner, max_size = checked_lanes(ndim, batch_shape, max_size)
         if ndim > 1 and batch_shape is None and not (schema is None and example is None):
             raise ValueError(f"ndim={ndim} with a schema or an example: batch_shape= is needed, too")
-        self.device = torch.device("cpu")
+        devices.parsed(device)
         self._make: dict[str, Any] = dict(
             name=name,
             capacity=max_size,
@@ -142,10 +145,13 @@ class ShmStorage(Cells):
             group=group,
             drain=drain,
             exists=exists,
+            device=device,
+            device_rings=device_rings,
             **{"trajectories": trajectories, "traj_key": traj_key, "end_keys": end_keys},
         )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
+        self._on: OnDevice | None = None  # with the schema, where the rows are on a device
         self._direct = False  # rows may be what the core takes as it is
         self.presents: Presenting | None = None  # the last step of a sample, where rows are more than tensors
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
@@ -210,6 +216,21 @@ class ShmStorage(Cells):
         return self._buffer if self._buffer is not None else self.open({})
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows live."""
+        if (
+            self._on is None
+            and self._buffer is not None
+            and self._buffer.device != "cpu"
+            and self._buffer.schema is not None
+        ):
+            self.schema()
+        if self._on is not None:
+            return self._on.device
+        where = str(self._make["device"] or "cpu") if self._buffer is None else self._buffer.device
+        return torch.device(where if not where.startswith("GPU-") else "cuda")
+
+    @property
     def name(self) -> str | None:
         return self._buffer.name if self._buffer is not None else self._make["name"]
 
@@ -222,19 +243,25 @@ class ShmStorage(Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
+        self._on = None
+        if self.buffer._place.wish is not None:
+            with contextlib.suppress(
+                DeviceError, NotEnoughMemory
+            ):  # it can put, and reading by way of the host works, or says why not
+                self._on = OnDevice(self.buffer)
         self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = of_tensors(schema.native(self._dtypes), self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
-        self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *_NUMBERS))
-        self._weighted_tree = tree_of((*schema.keys, *_NUMBERS, ("priority_weight",)))
+        self._tree, self._sample_tree = tree_of(schema.keys), tree_of((*schema.keys, *NUMBERS))
+        self._weighted_tree = tree_of((*schema.keys, *NUMBERS, ("priority_weight",)))
         # A sample's "index" and "row_id" are always the slot and the id; stored columns of these names are not shown in it.
-        self._shadowed = any(k in _NUMBERS for k in schema.keys)
+        self._shadowed = any(k in NUMBERS for k in schema.keys)
         if not self._shadowed:
-            self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in _NUMBERS)])
+            self._out_schema = Schema([*schema.columns, *(Column(k, "int64", ()) for k in NUMBERS)])
             dtypes = [*self._dtypes, torch.int64, torch.int64]
             self._out_columns = of_tensors(self._out_schema.native(dtypes), dtypes)
         self.presents = Presenting.of(schema)
-        self._direct = self.presents is None and self.ndim == 1
+        self._direct = self.presents is None and self.ndim == 1 and self._on is None
         self.one: dict[Any, Any] = {}  # by key, for edits
         self._ready = schema
 
@@ -281,7 +308,18 @@ class ShmStorage(Cells):
             ticket.convert = _as_indices
             return ticket
         extras = self.buffer.extras(1 if single else n, stream, priorities)
-        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, _as_indices, extras)
+        return self._submit(leaves, n, wake, timeout, _as_indices, extras)
+
+    def _submit(
+        self, leaves: list[torch.Tensor], n: int, wake: bool, timeout: float | None, convert: Any, extras: Any
+    ) -> Ticket:
+        """Plain leaves in column order, of the host or all of the device. n: −1: one row, without a batch dimension."""
+        if self._on is not None and leaves and self._on.holds(leaves[0]):
+            ticket = self._on.put(self.buffer, self.schema(), leaves, abs(n), wake, timeout, convert, extras)
+            if ticket is not None:
+                return ticket
+            leaves = [t.cpu() for t in leaves]
+        ticket = self.buffer.submit(self._columns, leaves, n, wake, timeout, True, convert, extras)
         assert ticket is not None, "converted rows fit"
         return ticket
 
@@ -349,7 +387,9 @@ class ShmStorage(Cells):
             k for k in leaves if (k in _ADDED or (schema is not None and k == priority_key)) and k not in known
         ]:
             del leaves[key]
-        leaves = {k: plain(k, t) for k, t in leaves.items()}
+        on = self._on
+        to = on.device if on is not None and any(map(on.holds, leaves.values())) else "cpu"
+        leaves = {k: plain(k, t, to) for k, t in leaves.items()}
         columns = {c.key: c for c in schema.columns} if schema is not None else {}
         for key, value in values.items():
             if schema is not None and (key not in columns or columns[key].dtype != PACKED):
@@ -379,7 +419,7 @@ class ShmStorage(Cells):
         if self._ready is not schema:
             self._prepare(schema)
         for k, each in packed.items():
-            filled = torch.from_numpy(fill(each, columns[k].shape[0], f"key {show_key(k)}"))
+            filled = torch.from_numpy(fill(each, columns[k].shape[0], f"key {show_key(k)}")).to(to)
             leaves[k] = filled[0] if single else filled
         return [leaves[k] for k in schema.keys], n
 
@@ -395,8 +435,11 @@ class ShmStorage(Cells):
         return schema
 
     def _fresh(self, n: int, pin: bool, weighted: bool = False) -> list[torch.Tensor]:
-        """Uninitialised [n, *shape] tensors: the columns, then int64 index and row_id; weighted: and a float32."""
+        """Uninitialised [n, *shape] tensors: the columns, then int64 row_id and index, which are the host's; weighted: and a float32."""
         numbers = [((), torch.int64), ((), torch.int64), ((), torch.float32)]
+        if self._on is not None:
+            of_host = [torch.empty(n, dtype=d) for _, d in (numbers if weighted else numbers[:2])]
+            return [torch.empty((n, *s), dtype=d, device=self._on.device) for s, d in self._specs] + of_host
         if pin:
             specs = [*self._specs, *(numbers if weighted else numbers[:2])]
             return [torch.empty((n, *s), dtype=d, pin_memory=True) for s, d in specs]
@@ -429,7 +472,16 @@ class ShmStorage(Cells):
             *columns, ids, slots = map(_ADDRESS, leaves)
         else:
             *columns, ids, slots = self._into(out, n)
-        buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
+        if self._on is None:
+            buffer.draw_into(self._columns, columns, n, ids, slots, seconds_of(timeout))
+        else:
+            of = [(c.offset, c.nbytes, at) for c, at in zip(schema.columns, columns, strict=True)]
+            numbers = np.empty((2, n), np.int64)  # the host's, wherever out has them
+            where = [address_of(a) for a in numbers] if out is not None else [ids, slots]
+            buffer._drawn("draw_device", (of, n, *where), n, seconds_of(timeout), self._on.stream())
+            if out is not None:
+                for key, a in zip(NUMBERS, numbers, strict=True):
+                    out.get(key).copy_(torch.from_numpy(a))
         if out is not None:
             return out
         return make_tensordict(self._sample_tree, leaves, torch.Size((n,)))
@@ -453,68 +505,33 @@ class ShmStorage(Cells):
         self.schema()
         leaves = self._fresh(n, pin, True)
         *columns, ids, slots, weights = map(_ADDRESS, leaves)
-        buffer.draw_by_priority_into(
-            self._columns, columns, n, ids, slots, weights, beta, stratified, normalize, seconds_of(timeout)
-        )
+        seconds = seconds_of(timeout)
+        if self._on is None:
+            buffer.draw_by_priority_into(
+                self._columns, columns, n, ids, slots, weights, beta, stratified, normalize, seconds
+            )
+        else:
+            of = self._on.columns(self.schema(), leaves[:-3])
+            args = (of, n, ids, slots, weights, beta, stratified, normalize == "batch")
+            buffer._drawn("draw_by_priority_device", args, n, seconds, self._on.stream())
         td = make_tensordict(self._weighted_tree, leaves, torch.Size((n,)))
         return td if out is None else self._copy_into(out, td)
 
-    @staticmethod
-    def _copy_into(out: TensorDictBase, td: TensorDictBase) -> TensorDictBase:
-        """Into the first rows of out, if they are fewer."""
-        try:
-            shorter = out.batch_dims == 1 and len(td) < len(out)
-            return (out[: len(td)] if shorter else out).update_(td)
-        except (KeyError, RuntimeError) as e:
-            raise SchemaError(f"out does not fit a sample: {e}") from None
+    def fetch(self, leaves: list[torch.Tensor], ids: np.ndarray, done: np.ndarray) -> int:
+        """Copy the rows of int64[n] ids whose uint8[n] done is 0 into leaves that `_fresh` made, and set it where the row was there; returns
+        how many are."""
+        where = len(ids), address_of(ids), address_of(done)
+        if self._on is None:
+            return self.buffer._call("fetch", self._columns, [t.data_ptr() for t in leaves], *where)
+        return self.buffer._call("gather_device", self._on.columns(self.schema(), leaves), *where, self._on.stream())
 
-    def require_out(self, out: TensorDictBase, n: int, more: Mapping[Key, tuple[int, ...]]) -> None:
-        """Before rows are claimed for it, which would be lost: whether out has room for n rows and further entries of these
-        shapes. Raises SchemaError."""
-        if tuple(out.batch_size) != (n,):
-            raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
-        leaves = tensor_leaves(out)
-        for key, shape in {
-            **{c.key: c.shape for c in self.schema().columns},
-            **dict.fromkeys(_NUMBERS, ()),
-            **more,
-        }.items():
-            t = leaves.get(key)
-            if t is None or tuple(t.shape[1:]) != shape:
-                got = "nothing" if t is None else f"shape {list(t.shape)}"
-                raise SchemaError(f"out, key {show_key(key)}: got {got}, expected shape {[n, *shape]}")
+    def delivered(self, td: TensorDictBase) -> TensorDictBase:
+        """A sample, with what the host knows of its rows (their numbers, weights, masks) where they are, too."""
+        return td if self._on is None or self._on.device.type == "cpu" else td.to(self._on.device)
 
     def gathering(self, n: int, *, pin: bool = False) -> Gathering:
         """Room for n rows, to be filled by id. For samplers."""
         return Gathering(self, n, pin)
-
-    def _into(self, out: TensorDictBase, n: int) -> list[int]:
-        """The addresses of a caller's tensors, checked; index and row_id are added to out if they are missing."""
-        if tuple(out.batch_size) != (n,):
-            raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
-        addresses = native.addresses_in(self._out_columns, out, n) if type(out) is TensorDict else None
-        if addresses is not None:
-            return addresses
-        leaves = tensor_leaves(out)
-        added: dict[Key, torch.Tensor] = {
-            k: torch.empty(n, dtype=torch.int64) for k in (("row_id",), ("index",)) if k not in leaves
-        }
-        leaves.update(added)
-        for c in self._out_schema.columns:
-            t, key = leaves.get(c.key), show_key(c.key)
-            if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
-                got = "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}"
-                raise SchemaError(f"out, key {key}: got {got}, expected {c}")
-            plain_cpu = t.layout == torch.strided and t.device.type == "cpu" and t.is_contiguous()
-            if not plain_cpu or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
-                raise SchemaError(f"out, key {key}: has to be a plain contiguous CPU tensor to be written into")
-        spans = sorted((leaves[c.key].data_ptr(), n * c.nbytes, show_key(c.key)) for c in self._out_schema.columns)
-        for (start, nbytes, key), (following, _, other) in itertools.pairwise(spans):
-            if nbytes and start + nbytes > following:
-                raise SchemaError(f"out, keys {key} and {other}: their tensors share memory")
-        for k, t in added.items():
-            out.set(k[0], t)
-        return [leaves[c.key].data_ptr() for c in self._out_schema.columns]
 
     def get(self, index: Any, swap: int = 0) -> Any:
         """``storage[index]``: physical indexing, copies. int → one row, slice, list, tensor, mask → rows, key → its column.
@@ -563,7 +580,7 @@ class ShmStorage(Cells):
     def _rows(self, schema: Schema, slots: np.ndarray) -> TensorDictBase:
         leaves = self._fresh(len(slots), False)[:-2]
         slots = np.ascontiguousarray(slots)
-        self.buffer.fetch_slots_into(self._columns, [t.data_ptr() for t in leaves], slots)
+        self.buffer.fetch_slots(lambda ids, done: self.fetch(leaves, ids, done), slots)
         return make_tensordict(self._tree, leaves, torch.Size((len(slots),)))
 
     def _column(self, schema: Schema, key: Key) -> Any:
@@ -576,8 +593,9 @@ class ShmStorage(Cells):
 
         def read(slots: np.ndarray) -> tuple[int, list[torch.Tensor]]:
             leaves = [torch.empty((len(slots), *c.shape), dtype=torch_dtype(c)) for c in chosen]
-            self.buffer.fetch_slots_into(columns, [t.data_ptr() for t in leaves], slots)
-            return len(slots), leaves
+            into = [t.data_ptr() for t in leaves]
+            self.buffer.fetch_slots(lambda ids, done: self.buffer.fetch_some(columns, into, ids, done), slots)
+            return len(slots), leaves if self._on is None else [t.to(self._on.device) for t in leaves]
 
         n, leaves = self._clipped(slice(None), read)
         leaves = [values_of(t) if c.dtype == PACKED else t for c, t in zip(chosen, leaves, strict=True)]

@@ -45,8 +45,8 @@ def entry_of(td: TensorDictBase, name: str) -> Any:
     return entries.get(name) if type(entries) is dict else td.get(name, None)
 
 
-def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
-    """The same values as a contiguous CPU tensor without autograd, conjugation or subclass."""
+def plain(key: Key, t: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The same values as a contiguous tensor of this device without autograd, conjugation or subclass."""
     if t.is_nested or t.layout != torch.strided:
         raise SchemaError(
             f"key {show_key(key)}: got a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor, "
@@ -55,9 +55,9 @@ def plain(key: Key, t: torch.Tensor) -> torch.Tensor:
     if t.device.type == "meta":
         raise SchemaError(f"key {show_key(key)}: got a meta tensor, which has no values")
     if t._is_zerotensor():  # has no memory until it is written out
-        return torch.zeros(t.shape, dtype=t.dtype)
+        return torch.zeros(t.shape, dtype=t.dtype, device=device)
     try:
-        out = t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        out = t.detach().as_subclass(torch.Tensor).to(device).resolve_conj().resolve_neg().contiguous()
         held = out.untyped_storage().nbytes() - out.storage_offset() * out.element_size()
         if type(out) is torch.Tensor and (not out.nbytes or (held >= out.nbytes and out.data_ptr())):
             return out

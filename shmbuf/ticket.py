@@ -92,6 +92,8 @@ class Ticket:
         except native.Gone as e:
             if native.STATUSES[e.args[0]] == "forked":
                 raise StorageLost("this ticket belongs to the process that put the rows; wait for it there") from None
+            if native.STATUSES[e.args[0]] == "device":
+                raise self._buffer._device_failed(e.args[1]) from None
             raise StorageLost(
                 "the handle was closed before these rows were committed; whoever is attached stores them, "
                 "their ids are not known here"
@@ -117,7 +119,7 @@ class Ticket:
                 self,
                 self.rows,
             )
-        raise StorageLost(f"the buffer was {status} while {self.rows:,} rows waited for their commit")
+        raise self._buffer._lost(f"{status} while {self.rows:,} rows waited for their commit")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.rows} rows, {'done' if self._native.done() else 'pending'})"

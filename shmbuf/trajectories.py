@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmbuf._extension import native
-from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
+from shmbuf.errors import Lapped, NotEnoughRows
 from shmbuf.reading import Reading, address_of, as_ids
 from shmbuf.schema import nest
 from shmbuf.ticket import left_of, seconds_of
@@ -130,7 +130,7 @@ class Trajectories(Reading):
         todo, tries = np.arange(n), 0
         while True:
             if self.destroyed:
-                raise StorageLost(f"buffer {self.name!r} was destroyed while slices were being drawn")
+                raise self._lost("destroyed while slices were being drawn")
             window, m = self._get("window"), len(todo)
             some, some_lens = np.zeros((m, length), np.int64), np.zeros(m, np.int64)
             status, longest = self._call(

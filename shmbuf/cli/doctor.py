@@ -11,6 +11,7 @@ from shmbuf.cli import looking, machine
 from shmbuf.cli.looking import Info, all_inside
 from shmbuf.cli.removing import leftover, unattached
 from shmbuf.cli.watching import event_text, pin_text, pinned_by, process, stopped_drainers, writer_stopped
+from shmbuf.errors import DeviceError, NotEnoughMemory
 from shmbuf.printing import count, nbytes, print_json, print_rich, printable, seconds, styled
 
 IDLE = 5.0  # seconds without a transaction while rows wait, after which that is told
@@ -36,6 +37,8 @@ def doctor_command(args: argparse.Namespace) -> int:
     facts = machine.facts(_used())
     machine.examine(facts, report.say)
     found = list(all_inside(owner))
+    if any(info.get("device") for info in found):
+        _cuda(report)
     for info in found:
         examine(info, report)
     if args.json:
@@ -50,6 +53,25 @@ def doctor_command(args: argparse.Namespace) -> int:
     bad, hints = (sum(line["level"] == level for line in report.lines) for level in ("wrong", "hint"))
     print(f"{count(len(found), 'buffer')} of {whose} looked at: {bad or 'nothing'} wrong, {count(hints, 'hint')}")
     return int(report.wrong)
+
+
+def _cuda(report: Report) -> None:
+    """What this process sees of CUDA, where some buffer has rows there."""
+    from shmbuf.cuda import driver, memory
+
+    try:
+        for device in driver.devices():
+            why = memory.why_not_vmm(device)
+            way = (
+                f"its memory can be shared by CUDA IPC at most: {why}"
+                if why
+                else "its memory can be shared as a descriptor"
+            )
+            report.say(
+                "cuda", "hint" if why else "ok", f"{device}: {way}", driver.surroundings() or None if why else None
+            )
+    except (DeviceError, NotEnoughMemory) as e:
+        report.say("cuda", "hint", f"rows in device memory cannot be read from here: {e}")
 
 
 def _used() -> int:
@@ -89,6 +111,8 @@ def examine(info: Info, report: Report) -> None:
         size = nbytes(info["allocated_bytes"])
         text = f"nobody is attached: {count(info['size'], 'row')}, {size}, {seconds(info['age_seconds'])} old, kept for whoever attaches"
         say("unattached", "hint", text, f"shminfo rm{whose} {name}    # if its rows are no longer needed")
+    if info["device"]:
+        _device(info, say, whose)
     _writer(info, say)
     _collectors(info, say)
     if info["counters"]["malformed_records"]:
@@ -105,6 +129,27 @@ def examine(info: Info, report: Report) -> None:
             else ""
         )
         say("buffer", "ok", f"{info['state']}, {count(info['size'], 'row')}{last}")
+
+
+def _device(info: Info, say: machine.Say, whose: str) -> None:
+    d, name = info["device"], info["name"]
+    if d["lost"]:
+        text = f"nobody has its device memory ({d['uuid']}, {nbytes(d['bytes'])}) any more: its rows are lost"
+        say("device", "wrong", text, f"shminfo rm{whose} {name}")
+    for p in d["holders"]:
+        if not p["answers"]:
+            say(
+                "device",
+                "hint",
+                f"{process(p)} has its device memory and does not answer: who attaches has to ask others",
+                f"kill -CONT {p['pid']}",
+            )
+    if d["kind"] == "ipc" and not d["lost"]:
+        say(
+            "device",
+            "hint",
+            f"its device memory dies with its steward, {', '.join(map(process, d['holders']))}: {d['why_not']}",
+        )
 
 
 def _writer(info: Info, say: machine.Say) -> None:

@@ -198,6 +198,7 @@ def read(handle: Any, info: Info, whole: bool) -> None:
         config=config,
         priorities=handle.priorities,
         segment=_segment(h, info, len(collectors)),
+        device=_device(handle, h, config),
         writer={
             "pid": counters["writer_pid"] or None,
             "active": counters["writer_active"],
@@ -266,8 +267,28 @@ def _settings(h: Info, config: Info) -> Info:
     }
 
 
+def _device(handle: Any, h: Info, config: Info) -> Info | None:
+    """Of rows in device memory: which, how much, how it is shared, and who has it; those are asked. None: the rows are in the segment."""
+    wish = config.get("device")
+    if not wish:
+        return None
+    from shmbuf.cuda import memory, sharing
+
+    kinds = {code: kind for kind, code in memory.KINDS.items()}
+    holders = sharing.holders(handle) if h["device_kind"] else []
+    return {
+        "uuid": wish["uuid"],
+        "kind": kinds.get(h["device_kind"]),
+        "bytes": h["device_bytes"] or None,
+        "rings": wish["rings"],
+        "holders": holders,
+        "lost": bool(h["device_kind"]) and not holders,
+        "why_not": next((p["why"] for p in holders if p["answers"]), None),
+    }
+
+
 def _segment(h: Info, info: Info, rings: int) -> Info:
-    rows_bytes = h["capacity"] * (info["row_bytes"] or 0)
+    rows_bytes = 0 if h["device_kind"] else h["capacity"] * (info["row_bytes"] or 0)
     return {
         "file_bytes": info["file_bytes"],
         "allocated_bytes": info["allocated_bytes"],

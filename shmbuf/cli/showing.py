@@ -56,9 +56,12 @@ def _heading(info: Info) -> Any:
     ratio = f"{c['sampled_rows'] / c['rows_total']:.3g} for each row stored" if c["rows_total"] else ""
     line("sampled", count(c["sampled_rows"], "row"), f"in {count(c['sampled_batches'], 'batch', 'batches')}", ratio)
     line("segment", info["path"], nbytes(seg["file_bytes"]), f"of which {nbytes(seg['allocated_bytes'])} have memory")
+    if d := info["device"]:
+        line("device", *device_parts(d))
     if schema := info["schema"]:
         each, used = schema["row_bytes"], schema["payload_bytes"]
-        line("", f"rows {nbytes(seg['rows_bytes'])} (each {each:,} bytes: {used:,} payload, {each - used} padding)")
+        where = f"{nbytes(capacity * each)}, on the device" if info["device"] else nbytes(seg["rows_bytes"])
+        line("", f"rows {where} (each {each:,} bytes: {used:,} payload, {each - used} padding)")
         line(
             "",
             f"rings {nbytes(seg['rings_bytes'])} ({s['max_collectors']:,} x {nbytes(s['ring_bytes'])}: "
@@ -102,6 +105,28 @@ def _heading(info: Info) -> Any:
     if info["limiter"]:
         line("limiter", f"{info['limiter']['samples_per_insert']:g} samples an insert", info["limiter"]["text"])
     return grid
+
+
+WAYS = {
+    "vmm": "shared as a descriptor (lives while anybody has it)",
+    "ipc": "shared by CUDA IPC (lives while its steward does)",
+    None: "to be made with the first rows",
+}
+
+
+def device_parts(d: Info) -> Iterator[str]:
+    """Where the rows are, how they are shared and by whom held."""
+    yield d["uuid"]
+    yield d["bytes"] and f"{nbytes(d['bytes'])} for rows and {count(d['rings'], 'device ring')}"
+    yield WAYS[d["kind"]]
+    if d["holders"]:
+        yield "held by " + ", ".join(
+            f"{process(p)}{'' if p['answers'] else ' (does not answer)'}" for p in d["holders"]
+        )
+    elif d["lost"]:
+        yield "held by nobody: the rows are lost"
+    if d["why_not"]:
+        yield f"why not otherwise: {d['why_not']}"
 
 
 def _tables(info: Info) -> Iterator[Any]:

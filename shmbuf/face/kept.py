@@ -17,7 +17,6 @@ from shmbuf.failures import writer_text
 from shmbuf.forms import collected
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import pack_all
-from shmbuf.reading import address_of
 from shmbuf.schema import PACKED, Column, Schema, as_key, show_key
 from shmbuf.storage import ShmStorage
 from shmbuf.tensors import as_numpy, make_tensordict, plain
@@ -46,8 +45,8 @@ def take(storage: ShmStorage) -> dict[str, Any]:
         before, whole = copy._predecessors(lo, end), copy._beginnings()
     ids, done = np.arange(lo, end, dtype=np.int64), np.zeros(n, np.uint8)
     leaves = storage._fresh(n, False)[:-2]
-    addresses, since = [t.data_ptr() for t in leaves], time.monotonic()
-    while buf._call("fetch", storage._columns, addresses, n, address_of(ids), address_of(done)) < n:
+    since = time.monotonic()
+    while storage.fetch(leaves, ids, done) < n:
         if done[max(0, buf._get("window")[1] - lo) :].all():
             break  # the others are gone
         if time.monotonic() - since > PATIENCE:

@@ -128,6 +128,7 @@ class Prefetcher:
         finish: what is done to a batch afterwards, by several threads at once, in any order; → (batch, info).
         sampler: () → the sampler of the moment, whose ``ran_out`` ends an iteration.
         refund: is given each batch that was drawn and is not given out, by any thread.
+        receive: what an iteration gives out of a finished batch, by the thread that asks.
     """
 
     def __init__(
@@ -137,8 +138,10 @@ class Prefetcher:
         finish: Callable[[Any], Any],
         sampler: Callable[[], Any],
         refund: Callable[[Any], Any] = lambda batch: None,
+        receive: Callable[[Any], Any] = lambda batch: batch,
     ):
         self.depth, self._draw, self._finish, self._sampler, self._refund = depth, draw, finish, sampler, refund
+        self._receive = receive
         self.forget()
 
     def forget(self) -> None:
@@ -184,7 +187,7 @@ class Prefetcher:
                         return
                     continue  # the end of a pass that another loop left
                 first = False
-                yield drawn.batch[0]
+                yield self._receive(drawn.batch[0])
                 if drawn.last and of == turn:
                     return
         finally:

@@ -12,6 +12,7 @@ from shmbuf.attaching import checked_sampler, positive
 from shmbuf.errors import NotEnoughRows, SchemaError
 from shmbuf.face.dataset import ReplayDataset
 from shmbuf.face.prefetching import Prefetcher
+from shmbuf.face.sending import Sender, Sent, target
 from shmbuf.face.transforming import Transforming
 from shmbuf.limiter import figures
 from shmbuf.samplers import ConsumingSampler, Sampler
@@ -21,6 +22,7 @@ class Reading(Transforming):
     """`sample`, iterating, indexing, `query`."""
 
     _iterator: Iterator[Any] | None = None
+    _sender: Sender | None = None  # where batches are wanted elsewhere than where the rows live
 
     def sample(
         self,
@@ -30,6 +32,7 @@ class Reading(Transforming):
         *,
         out: TensorDictBase | None = None,
         timeout: float | None = 0.0,
+        device: Any = None,
         **how: Any,
     ) -> Any:
         """A batch, as copies, with "index" (int64[n], the slot; with ndim > 1 [n, ndim]: time, then the lane) and "row_id" (int64[n],
@@ -41,6 +44,8 @@ class Reading(Transforming):
                 include_info: TorchRL's deprecated alias.
             out: a TensorDict of batch size [n] whose tensors are written; returned. A previous sample will do.
             timeout: seconds to wait while the buffer is empty, or its limiter says so; 0: raise at once; None: for ever.
+            device: where the batch is wanted; None: where the rows live. From host memory to ``"cuda"`` rows are drawn into page-locked memory
+                and copied on a stream of its own; with ``prefetch`` that is ahead, too, from the second call for that device on.
             how: what the sampler takes for one call, like ``beta=`` of a `PrioritizedSampler`.
 
         With ``prefetch``, a batch of the constructor's size is one that was drawn up to that many calls ago: its rows, weights and
@@ -48,10 +53,12 @@ class Reading(Transforming):
 
         Raises:
             NotEnoughRows: "Cannot sample from an empty storage.", or what the limiter waits for. Lapped: see `Buffer.draw`.
-            RuntimeError: after `shutdown`, or no batch size.
+            RuntimeError: after `shutdown`, or no batch size. DeviceError: no such device here.
         """
         if self._shut:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
+        if device is not None or self._sender is not None:
+            self._send_to(device)
         n = positive(batch_size) if batch_size is not None else self._batch_size
         if n is None:
             if out is None:
@@ -63,6 +70,7 @@ class Reading(Transforming):
         if self._ahead is not None and n == self._batch_size and out is None and not how:
             try:
                 td, info = self._ahead.take()
+                td = self._received(td)
                 return (td, info) if return_info or include_info else td
             except NotEnoughRows:  # they do not wait; this call may
                 self._ahead.clear()
@@ -70,14 +78,36 @@ class Reading(Transforming):
             raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")
         if out is not None and self._storage.ndim > 1:
             raise SchemaError(f"out= is for storages of one dimension; this one has ndim={self._storage.ndim}")
+        if out is not None and self._sender is not None:
+            raise SchemaError("out= says where the batch goes: device= is not for it")
         td = self._draw(n, out, timeout, how)
-        if self._touched or self._storage.presents is not None:
-            td, info = self._with_info(td)
+        if self._touched or self._storage.presents is not None or self._sender is not None:
+            td, info = self._finished_ahead(td)
+            td = self._received(td)
             return (td, info) if return_info or include_info else td
         return (td, self._info(td)) if return_info or include_info else td
 
+    def _send_to(self, device: Any) -> None:
+        """From now on batches are wanted there; those that were drawn ahead for elsewhere are dropped."""
+        to = None if device is None else target(device)
+        if to == self._storage.device:
+            to = None
+        if to != (None if self._sender is None else self._sender.device):
+            self._sender = None if to is None else Sender(to)
+            self._drop_ahead()
+
+    def _finished_ahead(self, td: TensorDictBase) -> tuple[Any, dict[Any, Any]]:
+        """Transformed, and on its way to where it is wanted."""
+        batch, info = self._with_info(td)
+        return (batch if self._sender is None else self._sender.send(batch)), info
+
+    @staticmethod
+    def _received(batch: Any) -> Any:
+        return batch.received() if isinstance(batch, Sent) else batch
+
     def _draw(self, n: int, out: TensorDictBase | None, timeout: float | None, how: dict[str, Any]) -> TensorDictBase:
         sampler, buffer = self._sampler, self.buffer
+        pin = (self._pin or (self._sender is not None and self._sender.pins)) and self._storage._on is None
         if self._decides is not None and any(p is not None and p.trajectory_settings() for p in (sampler, self._unit)):
             self._decides.check_trajectories()
         if self._rng is not None:
@@ -85,9 +115,9 @@ class Reading(Transforming):
         left = buffer.acquire_samples(n, timeout)
         try:
             if self._unit is None:
-                td = sampler.sample(self._storage, n, out=out, timeout=left, pin=self._pin, **how)
+                td = sampler.sample(self._storage, n, out=out, timeout=left, pin=pin, **how)
             else:
-                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=self._pin, **how)
+                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=pin, **how)
         except BaseException:
             buffer.refund_samples(n)
             raise
@@ -96,6 +126,7 @@ class Reading(Transforming):
             buffer.refund_samples(n - got)
         if self._writer.tracks_generations:
             td.set("index_generation", td.get("row_id") // self.buffer.capacity)
+        td = self._storage.delivered(td) if out is None else td
         return td if self._storage.ndim == 1 else self._storage.located(td)
 
     def _counted(self, td: TensorDictBase, n: int) -> int:
@@ -137,7 +168,7 @@ class Reading(Transforming):
             assert self._batch_size is not None
             self.buffer.refund_samples(self._counted(td, self._batch_size))
 
-        self._ahead = Prefetcher(depth, draw, self._with_info, lambda: self._sampler, refund)
+        self._ahead = Prefetcher(depth, draw, self._finished_ahead, lambda: self._sampler, refund, self._received)
 
     @staticmethod
     def _check_ahead(sampler: Sampler) -> None:

@@ -112,7 +112,7 @@ class Auditor {
     else if (head % kRecordAlign || tail % kRecordAlign) bad = text("head ", head, ", tail ", tail, ": not multiples of ", kRecordAlign);
     for (u64 at = head; bad.empty() && at != tail; ++n) {
       Record r = record_at(s_.ring(i), s_.ring_bytes, at);
-      if (!well_formed(r, tail - at, s_.ring_bytes, s_.row_bytes)) bad = text("record at ", at, ": kind ", r.kind, ", ", r.n_rows, " rows, ", r.bytes, " bytes");
+      if (!well_formed(r, tail - at, s_.ring_bytes, s_.row_bytes, has_device_ring(s_, i))) bad = text("record at ", at, ": kind ", r.kind, ", ", r.n_rows, " rows, ", r.bytes, " bytes");
       at += r.bytes;
     }
     if (bad.empty() && stored > load(slot.put_rows, acquire)) bad = text(stored, " rows stored of ", load(slot.put_rows, acquire), " put");

@@ -8,7 +8,8 @@ namespace {
 // Addresses of what comes with n rows, 0: nothing. Priorities are float64, as the user knows them. loaded: see Extras.
 struct With { u64 streams = 0, priorities = 0; bool loaded = false; };
 
-Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake, const With &with) {
+// put(extras) puts; what comes with the rows is made ready before, and an interrupt judged after.
+template <class Put> Ticket put_with(const H &h, u64 n, const With &with, Put put) {
   Ticket t{h, nullptr, Status::ok};
   Extras extras{reinterpret_cast<const u64 *>(with.streams), nullptr, with.loaded};
   std::vector<float> leaves;
@@ -19,21 +20,37 @@ Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 fu
       throw BadPriority{bad};
     extras.leaves = leaves.data();
   }
-  // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
-  Patience patience{h};
-  auto put = [&](bool may_wait) {
-    return h->put(columns.data(), u32(columns.size()), extras, n, Full(full), deadline_in(timeout), wake, may_wait, t.state, [&] { return patience(); });
-  };
-  t.status = h->fits_at_once(n, kHoldGil) ? put(false) : Status::would_wait;
-  if (t.status == Status::would_wait) {
-    nb::gil_scoped_release r;
-    t.status = put(true);
-  }
+  t.status = put(extras, t.state);
   if (t.status == Status::interrupted) {
     if (t.rows() == 0 || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nb::python_error();
     PyErr_Clear();  // rows are in the ring: Python raises CommitInterrupted with this ticket
   }
   return t;
+}
+Ticket put_columns(const H &h, const std::vector<Column> &columns, u64 n, u32 full, double timeout, bool wake, const With &with) {
+  return put_with(h, n, with, [&](const Extras &extras, std::shared_ptr<TicketState> &state) {
+    // A small put that finds room keeps the GIL: beside a busy Python thread, getting it back takes a switch interval (5 ms).
+    Patience patience{h};
+    auto put = [&](bool may_wait) {
+      return h->put(columns.data(), u32(columns.size()), extras, n, Full(full), deadline_in(timeout), wake, may_wait, state, [&] { return patience(); });
+    };
+    Status s = h->fits_at_once(n, kHoldGil) ? put(false) : Status::would_wait;
+    if (s == Status::would_wait) {
+      nb::gil_scoped_release r;
+      s = put(true);
+    }
+    return s;
+  });
+}
+// n rows of packed columns in device memory; after: the stream that makes them. streams, priorities: on the host.
+Ticket put_device(const H &h, const DeviceColumns &columns, u64 n, u32 full, double timeout, bool wake, u64 streams, u64 priorities, bool loaded, u64 after) {
+  Handle::Use use(*h);
+  const std::vector<Packed> packed = on_device<Packed>(h, columns);
+  return put_with(h, n, {streams, priorities, loaded}, [&](const Extras &extras, std::shared_ptr<TicketState> &state) {
+    Patience patience{h};
+    nb::gil_scoped_release r;
+    return h->put_device(packed.data(), packed.size(), stream_of(after), extras, n, Full(full), deadline_in(timeout), wake, state, [&] { return patience(); });
+  });
 }
 // Where each column's rows lie, as long as the leaves and the buffers are kept. False: some leaf needs the slow path.
 bool take_leaves(const Columns &columns, PyObject *const *leaves, i64 n, int lead, bool tensors, std::vector<Column> &c, Buffers &buffers) {

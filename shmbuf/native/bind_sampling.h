@@ -22,7 +22,7 @@ std::vector<OutColumn> out_columns(const Columns &columns, const std::vector<u64
 }
 // Draw n rows into packed outputs; ids and slots are int64[n], weights float32[n]. Returns a status.
 template <class Draw> int draw_into(const H &h, u64 n, u64 ids, u64 slots, Draw draw) {
-  Status s = h->ready() && n * h->segment().row_bytes <= kHoldGil ? draw(false) : Status::would_wait;
+  Status s = h->ready() && !h->device() && n * h->segment().row_bytes <= kHoldGil ? draw(false) : Status::would_wait;
   if (s == Status::would_wait) {
     nb::gil_scoped_release r;
     s = draw(true);
@@ -57,11 +57,39 @@ int draw_by_priority(const H &h, const Columns &columns, const std::vector<u64> 
                                           reinterpret_cast<float *>(weights), deadline, may_wait, [&] { return patience(); });
   });
 }
+// The same with outputs on the device; ids, slots, weights and done stay on the host.
+int draw_device(const H &h, const DeviceColumns &columns, u64 n, u64 ids, u64 slots, double timeout, u64 after) {
+  Reader use(*h);
+  auto out = on_device<OutColumn>(h, columns);
+  u64 deadline = deadline_in(timeout);
+  Patience patience{h};
+  return draw_into(h, n, ids, slots, [&](bool may_wait) {
+    return h->sampling().draw(n, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids), deadline, may_wait, [&] { return patience(); }, {true, stream_of(after)});
+  });
+}
+int draw_by_priority_device(const H &h, const DeviceColumns &columns, u64 n, u64 ids, u64 slots, u64 weights, double beta, bool stratified, bool by_batch,
+                            double timeout, u64 after) {
+  Reader use(*h);
+  auto out = on_device<OutColumn>(h, columns);
+  u64 deadline = deadline_in(timeout);
+  Patience patience{h};
+  return draw_into(h, n, ids, slots, [&](bool may_wait) {
+    return h->sampling().draw_by_priority(n, {beta, stratified, by_batch}, out.data(), u32(out.size()), reinterpret_cast<u64 *>(ids),
+                                          reinterpret_cast<float *>(weights), deadline, may_wait, [&] { return patience(); }, {true, stream_of(after)});
+  });
+}
+u64 gather_device(const H &h, const DeviceColumns &columns, u64 n, u64 ids, u64 done, u64 after) {
+  Reader use(*h);
+  if (!h->ready()) return 0;
+  auto out = on_device<OutColumn>(h, columns);
+  nb::gil_scoped_release r;
+  return h->sampling().fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(done), {true, stream_of(after)});
+}
 u64 fetch(const H &h, const Columns &columns, const std::vector<u64> &addresses, u64 n, u64 ids, u64 done) {
   Reader use(*h);
   if (!h->ready()) return 0;
   auto out = out_columns(columns, addresses);
-  Ungil gil(n * h->segment().row_bytes > kHoldGil);
+  Ungil gil(h->device() || n * h->segment().row_bytes > kHoldGil);
   return h->sampling().fetch(n, out.data(), u32(out.size()), reinterpret_cast<const u64 *>(ids), reinterpret_cast<u8 *>(done));
 }
 // Who only chooses and copies must hear of it, too.
@@ -323,8 +351,9 @@ nb::tuple pin(const H &h, u64 first_id, double seconds) {
   return nb::make_tuple(int(s), lo, hi, std::make_shared<PinHold>(h, index, lo, hi));
 }
 // All rows, slot after slot, as bytes that nobody may write; unmapped when the last array over them goes.
-nb::object map_rows(const H &h) {
+nb::object view_rows(const H &h) {
   Reader use(*h);
+  if (h->device()) throw DeviceError("the rows of this buffer lie in device memory: device_rows says where");
   u64 bytes = 0;
   u8 *at = shmbuf::map_rows(h->segment(), bytes);
   struct Mapping { u8 *at; u64 bytes; };
@@ -404,8 +433,12 @@ void bind_sampling(nb::module_ &m, nb::class_<Handle> &handle) {
       .def("trajectory", &trajectory, "end"_a)
       .def("list_trajectories", &list_trajectories)
       .def("fetch", &fetch, "columns"_a, "addresses"_a, "n"_a, "ids"_a, "done"_a)
+      .def("draw_device", &draw_device, "columns"_a, "n"_a, "ids"_a, "slots"_a, "timeout"_a, "after"_a = u64(0))
+      .def("draw_by_priority_device", &draw_by_priority_device, "columns"_a, "n"_a, "ids"_a, "slots"_a, "weights"_a, "beta"_a, "stratified"_a, "by_batch"_a,
+           "timeout"_a, "after"_a = u64(0))
+      .def("gather_device", &gather_device, "columns"_a, "n"_a, "ids"_a, "done"_a, "after"_a = u64(0))
       .def("pin", &pin, "first_id"_a, "seconds"_a)
-      .def("map_rows", &map_rows)
+      .def("view_rows", &view_rows)
       .def("wait_rows", &wait_rows, "rows"_a, "timeout"_a);
 }
 

@@ -57,8 +57,28 @@ struct Patience {
   }
 };
 struct BadPriority { u64 at; };
+using H = std::shared_ptr<Handle>;
 
 nb::bytes bytes_of(const void *p, u64 n) { return nb::bytes(static_cast<const char *>(p), n); }
+
+// ---- device memory: (offset inside the row, bytes, address of packed values) each ------------------------------------------
+using DeviceColumns = std::vector<std::tuple<u64, u64, u64>>;
+template <class Column> std::vector<Column> on_device(const H &h, const DeviceColumns &columns);
+template <> std::vector<Packed> on_device<Packed>(const H &h, const DeviceColumns &columns) {
+  std::vector<Packed> out;
+  for (auto [offset, bytes, address] : columns) {
+    if (offset > h->segment().row_bytes || bytes > h->segment().row_bytes - offset) throw nb::value_error("a column outside the row");
+    if (bytes) out.push_back({offset, bytes, address, bytes});
+  }
+  return out;
+}
+template <> std::vector<OutColumn> on_device<OutColumn>(const H &h, const DeviceColumns &columns) {
+  std::vector<OutColumn> out;
+  for (const Packed &p : on_device<Packed>(h, columns)) out.push_back({p.offset, p.bytes, reinterpret_cast<u8 *>(p.address)});
+  if (h->ready() && !h->device()) throw DeviceError("the rows of this buffer lie in the segment: gather them to the host");
+  return out;
+}
+cuda::Stream stream_of(u64 handle) { return reinterpret_cast<cuda::Stream>(handle); }
 
 // ---- tickets -----------------------------------------------------------------------------------------------------------
 struct Ticket {
@@ -109,10 +129,6 @@ struct Ticket {
     return n;
   }
 };
-
-// ---- the handle --------------------------------------------------------------------------------------------------------
-using H = std::shared_ptr<Handle>;
-
 
 }  // namespace
 }  // namespace shmbuf

@@ -42,12 +42,11 @@ class EditRecord {
   u64 id(u64 j) const { return word(ids_at() + j * 8); }
   void mark(u64 j, u64 why) { store(*reinterpret_cast<u64 *>(const_cast<u8 *>(ring_) + ((ids_at() + j * 8) & (size_ - 1))), why, relaxed); }
   bool compares() const { return version_ != kNoVersion; }
-  // After sound(). Whether row j, as it is stored, may be changed.
-  bool newer(u64 j, const u8 *row) const {
+  // After sound(). Whether row j may be changed, whose bytes of the first span are stored there.
+  bool newer(u64 j, const u8 *stored) const {
     const Span s = span(0);
-    u8 given[16];  // of at most 8: the compiler sees copies of 16
-    read(given, ids_at() + n * 8 + j * width_, std::min<u64>(s.bytes, 8));
-    const u8 *stored = row + s.offset;
+    u8 given[8];
+    for (u64 k = 0; k < std::min<u64>(s.bytes, sizeof given); ++k) given[k] = ring_[(bytes_of(j) + k) & (size_ - 1)];
     switch (version_ & ~u32(kStrictly)) {
       case kI8: return beats<std::int8_t>(given, stored);
       case kI16: return beats<std::int16_t>(given, stored);
@@ -64,13 +63,14 @@ class EditRecord {
   }
   // After sound(). f(offset in the row, position of the new bytes in the ring, how many) for each span of row j.
   template <class F> void each_span(u64 j, F f) const {
-    u64 at = ids_at() + n * 8 + j * width_;
+    u64 at = bytes_of(j);
     for (u32 i = 0; i < n_spans; ++i) {
       const Span s = span(i);
       f(s.offset, at, s.bytes);
       at += s.bytes;
     }
   }
+  u64 bytes_of(u64 j) const { return ids_at() + n * 8 + j * width_; }  // position of its new bytes: all spans, side by side
   void read(void *to, u64 at, u64 bytes) const {
     const u64 o = at & (size_ - 1), first = std::min(bytes, size_ - o);
     copy_bytes(to, ring_ + o, first);

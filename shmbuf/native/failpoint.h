@@ -19,7 +19,8 @@ inline constexpr const char *kNames[] = {
     "tree_leaves_set", "tree_children_read", "tree_level_done", "link_evicted", "link_counted", "link_cleared", "link_bits", "link_stream", "link_settled", "link_chained",
     "link_joined", "link_recycling", "link_recycled", "link_claimed", "limiter_ticket",
     "limiter_filled", "limiter_taken", "epoch_claimed", "event_filled", "pin_locked", "pin_stored", "pin_checked", "pin_released", "pin_swept", "pin_revoked", "pin_blocked",
-    "edit_planned", "edit_raised", "edit_half", "edit_settled"};
+    "edit_planned", "edit_raised", "edit_half", "edit_settled",
+    "device_ring_locked", "device_ring_named", "device_put_begun", "device_put_copied", "device_copy_begun", "device_copied", "device_settled"};
 
 enum class Action { none, kill, stop, sleep };
 struct State {

@@ -156,6 +156,7 @@ class Handle {
     }
     file_ = file, file_bytes_ = bytes;
     describe(s_, file);
+    if (h.built.home.kind != kHost) device_ = std::make_unique<DeviceRows>(s_), s_.device = device_.get();
     ::close(map_fd_);
     map_fd_ = -1;
     built_.store(true, release);
@@ -163,6 +164,19 @@ class Handle {
   }
   void named() { linked_.store(true, relaxed); }  // before that, no name is no sign
   const u8 *file() const { return file_; }
+
+  // ---- device rows ----
+  DeviceRows *device() const { return s_.device; }
+  void map_device(u64 address, u64 bytes, u64 context) {
+    if (!ready() || !s_.device) throw DeviceError(ready() ? "the rows of this buffer lie in the segment" : "the buffer has no rows yet");
+    s_.device->map(address, bytes, context);
+    add_role(kOnDevice);
+  }
+  void unmap_device() {
+    if (!ready() || !s_.device || !s_.device->mapped()) return;
+    s_.device->unmap();
+    if (member_ >= 0) std::atomic_ref<u32>(s_.member(u32(member_)).roles).fetch_and(~u32(kOnDevice), relaxed);
+  }
 
   // ---- putting ----
   // check() is called between slices of a wait, with nothing locked; false abandons the wait.
@@ -173,31 +187,31 @@ class Handle {
     Putting mine(*this);
     if (!mine) return Status::concurrent;
     if (Status s = open_producer(); s != Status::ok) return s;
-    ticket = std::make_shared<TicketState>();
-    u64 most = producer_.max_rows_per_record(extras.flags());
-    ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most);
-    for (u64 from = 0; from < n_rows;) {
-      u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes, extras.flags());
-      if (destroyed()) return Status::destroyed;
-      if (!producer_.has_room(need)) {
-        if (!may_wait && !from) return Status::would_wait;
-        if (Status s = make_room(need, full, deadline, check); s != Status::ok) {
-          if (s == Status::dropped) bump(producer_.slot().dropped_rows, n_rows - from);
-          if (s == Status::full) bump(producer_.slot().refused_rows, n_rows - from);
-          ticket->asked_pieces = u32(ticket->pieces.size());  // no more will come
-          return s;
-        }
+    return put_records(extras, n_rows, full, deadline, wake, may_wait, ticket, check,
+                       [&](u64 from, u64 n) { return producer_.publish_rows(columns, n_columns, extras, from, n); });
+  }
+  // The same of packed columns in device memory, whose making `after` may still be at.
+  template <class Check>
+  Status put_device(const Packed *columns, u64 n_columns, cuda::Stream after, const Extras &extras, u64 n_rows, Full full, u64 deadline, bool wake,
+                    std::shared_ptr<TicketState> &ticket, Check check) {
+    Putting mine(*this);
+    if (!mine) return Status::concurrent;
+    if (Status s = open_producer(); s != Status::ok) return s;
+    if (!s_.device) throw DeviceError("the rows of this buffer lie in the segment: only arrays of the host can be put");
+    if (!s_.device->mapped()) throw DeviceError(s_.device->why_not(), true);
+    if (Status s = open_device_ring(); s != Status::ok) return s;
+    std::vector<Packed> part(columns, columns + n_columns);
+    return put_records(extras, n_rows, full, deadline, wake, true, ticket, check, [&](u64 from, u64 n) {
+      for (u64 c = 0; c < n_columns; ++c) part[c].address = columns[c].address + from * columns[c].stride;
+      try {
+        return producer_.publish_device(extras, from, n, [&](u64 at) {
+          DeviceMover(*s_.device).fill_ring(u32(slot_), u32(device_ring_), at, n, part.data(), n_columns, after);
+        });
+      } catch (...) {  // nothing of this record was put; the mover has waited for what it began
+        store(producer_.slot().device_since, u64(0), release);
+        throw;
       }
-      harvest(need);
-      u64 at = producer_.tail(), end = producer_.publish_rows(columns, n_columns, extras, from, n);
-      remember(ticket, {at, end, n, kPending});
-      from += n;
-    }
-    if (wake) {
-      fence(seq_cst);  // pairs with the drain thread's arm; fence; look again
-      wake_if_armed(s_.control().writer_wait);
-    }
-    return Status::ok;
+    });
   }
   // New bytes of the rows ids[0, n): the columns' offsets and bytes are the spans of a row. version: a Versions of the first, or 0.
   template <class Check>
@@ -478,6 +492,48 @@ class Handle {
     ~Putting() { if (mine) h.putting_.store(false, release); }
     explicit operator bool() const { return mine; }
   };
+  template <class Check, class Publish>
+  Status put_records(const Extras &extras, u64 n_rows, Full full, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket, Check check, Publish publish) {
+    ticket = std::make_shared<TicketState>();
+    u64 most = producer_.max_rows_per_record(extras.flags());
+    ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most);
+    for (u64 from = 0; from < n_rows;) {
+      u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes, extras.flags());
+      if (destroyed()) return Status::destroyed;
+      if (!producer_.has_room(need)) {
+        if (!may_wait && !from) return Status::would_wait;
+        if (Status s = make_room(need, full, deadline, check); s != Status::ok) {
+          if (s == Status::dropped) bump(producer_.slot().dropped_rows, n_rows - from);
+          if (s == Status::full) bump(producer_.slot().refused_rows, n_rows - from);
+          ticket->asked_pieces = u32(ticket->pieces.size());  // no more will come
+          return s;
+        }
+      }
+      harvest(need);
+      u64 at = producer_.tail(), end = publish(from, n);
+      remember(ticket, {at, end, n, kPending});
+      from += n;
+    }
+    if (wake) {
+      fence(seq_cst);  // pairs with the drain thread's arm; fence; look again
+      wake_if_armed(s_.control().writer_wait);
+    }
+    return Status::ok;
+  }
+  Status open_device_ring() {
+    if (device_ring_ >= 0) return Status::ok;
+    std::lock_guard<std::mutex> guard(mutex_);
+    Registry registry(s_, lock_fd_);
+    // As in open_producer: the dead and the closed hold theirs until they are drained and swept.
+    for (int tries = 0; !registry.claim_device_ring(u32(slot_)); ++tries) {
+      if (tries == 500 || (tries >= 20 && !registry.any_without_owner(slot_))) return Status::no_device_ring;
+      if (tries >= 2) nap(1'000'000);
+      help();
+      registry.sweep(slot_);
+    }
+    device_ring_ = int(load(s_.slot(u32(slot_)).device_ring, relaxed)) - 1;
+    return Status::ok;
+  }
   Status open_producer() {
     if (producer_.is_open()) return Status::ok;
     if (readonly_) return Status::readonly;
@@ -608,6 +664,7 @@ class Handle {
   }
   bool ready_locked() const { return built_.load(acquire); }
   void unmap() {
+    if (device_) device_->unmap();  // its rings are registered with the driver
     if (file_) munmap(file_, file_bytes_);
     if (s_.map) munmap(s_.map, s_.mapped_bytes);
     file_ = nullptr, s_.map = nullptr;
@@ -622,6 +679,7 @@ class Handle {
   void after_fork() {  // async-signal-safe: close, and words of our own
     close_fds();
     forked_ = true, thread_running_ = false, presence_ = false;
+    if (device_) device_->after_fork();
     role_.after_fork(), role_.pin_flags.store(0, relaxed);
     uses_.store(0, relaxed), putting_.store(false, relaxed), building_.store(0, relaxed);
     new (&mutex_) std::mutex;  // another thread of the parent may have held them
@@ -632,7 +690,8 @@ class Handle {
   Segment s_;
   u8 *file_ = nullptr;
   u64 file_bytes_ = 0;
-  int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1;
+  int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1, device_ring_ = -1;
+  std::unique_ptr<DeviceRows> device_;
   bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
   std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};
   std::atomic<u32> building_{0};  // the thread

@@ -12,7 +12,8 @@
 //   …        CommitBlock[2]      the plan and the truth, selected by commit_seq & 1
 //   ---- config_bytes: the file ends here until a schema is known; `build` grows it in place ----
 //   …        schema blob         msgpack
-//   …        rows                capacity × row_bytes, a row's columns side by side (one page walk and few lines a row)
+//   …        rows                capacity × row_bytes, a row's columns side by side (one page walk and few lines a row); nothing, if
+//                                they lie in device memory (Home), behind which, there, come device rings
 //   …        tree                priorities, about 11.5 bytes a row (priority_tree.h)
 //   …        links               streams and trajectories, about 24 bytes a row, if the buffer keeps them (links.h)
 //   …        rings               max_collectors × (ring_bytes + a table of streams), sparse: memory comes with a claim
@@ -23,7 +24,7 @@
 namespace shmbuf {
 
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
-inline constexpr u32 kVersionMajor = 3, kVersionMinor = 0;
+inline constexpr u32 kVersionMajor = 4, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
 inline constexpr u64 kMaxId = (1ull << 61) - (1ull << 40);  // of a checkpoint's first row; links keep 61 bits, and this leaves room to go on
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
@@ -36,6 +37,7 @@ inline constexpr i64 kLockPresence = kLockBase, kLockWriter = kLockBase + 1, kLo
 constexpr i64 lock_slot(u32 i) { return kLockBase + 0x10000 + i; }
 constexpr i64 lock_member(u32 i) { return kLockBase + 0x20000 + i; }
 constexpr i64 lock_pin(u32 i) { return kLockBase + 0x30000 + i; }
+constexpr i64 lock_device_ring(u32 i) { return kLockBase + 0x40000 + i; }
 
 // ---- header ----------------------------------------------------------------------------------------------------
 enum Flags : u32 { kUnnamed = 1 };
@@ -43,11 +45,19 @@ enum State : u32 { kConfig = 0, kReady = 1 };
 enum Destroyed : u32 { kDestroyed = 1, kDestroying = 2 };
 
 struct Field { u32 offset, bytes; };  // inside the row; no bytes: there is none
+enum HomeKind : u32 { kHost = 0, kDeviceVmm = 1, kDeviceIpc = 2, kHomeKinds = 3 };
+struct Home {                     // of the rows. All 0: this file. Else one allocation of a device: the rows, then `rings` device rings
+  u32 kind, rings;
+  u64 bytes;                      // of the allocation
+  u8 uuid[16];                    // of the device: its index is another one in every process
+  u8 ipc[64];                     // kDeviceIpc: what opens the allocation
+};
 struct Built {                    // known with the schema; guarded by its own checksum, published by Control.state
   u64 row_bytes, ring_bytes;      // row stride (multiple of 8); power of two
   u64 schema_offset, schema_bytes, rows_offset, tree_offset, links_offset, rings_offset, file_bytes;
   u64 stream_entries;             // of each collector's table of streams, a power of two; 0: no trajectories are kept
   Field ends[4], trajectory;      // a row with a non-zero byte in one of `ends` is its trajectory's last; the trajectory's id
+  Home home;
   u32 n_columns, crc;             // crc over the fields above and the schema blob
 };
 struct Header {
@@ -72,6 +82,13 @@ struct Priorities {
   alignas(128) u64 begun, ended;  // updates: more begun than ended for a while = one died between leaf and root   anyone
   u64 healed, scrubbed_ns;        // deaths of that kind that a scrub has mended; when one began last              scrubber, by CAS
   u64 applied, stale, scrubs;     // rows                                                                          anyone
+};
+
+// Who may have copies or kernels under way that nobody has waited for yet: whoever is killed leaves it there (device_work.h).
+struct DeviceWork {
+  u64 since_ns;                   // CLOCK_MONOTONIC; 0: none. Stored after the rest
+  u64 pid_namespace, start_ticks;
+  u32 pid, spare;
 };
 
 struct alignas(128) SharedEpoch {
@@ -103,6 +120,7 @@ struct Control {
   Priorities priorities;
   LimiterWords limiter;
   SharedEpoch epochs[4];          // one for each kind of sampling without replacement that readers share
+  alignas(128) DeviceWork device_work;  // the writer's own, on the rows                         writer
 };
 static_assert(sizeof(Control) <= kPage);
 
@@ -156,7 +174,7 @@ struct EditTable {                // by slot: odd while a row of the stripe may 
   alignas(128) u32 stripe[kStripes];
 };
 static_assert(sizeof(EditTable) == kPage);
-enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kBuried = 1u << 31 };
+enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kOnDevice = 32, kBuried = 1u << 31 };
 enum Waits : u32 { kNothing = 0, kForRows, kForSchema, kForRoom, kForCommit, kForLimiter };
 // word = incarnation << 8 | SlotState. Whoever changes it holds the lock byte.
 enum SlotState : u64 { kFree = 0, kActive = 1, kClosed = 2 };
@@ -175,6 +193,8 @@ struct Slot {
   u64 skip_to;                    // drop_oldest asks the writer to drop ROWS before this position         collector
   u64 clear_to;                   // the end of its last CLEAR: the limiter does not hold up what is before collector
   u64 put_rows, dropped_rows, refused_rows, blocked_ns;  // cumulative over all incarnations              collector
+  u64 device_since;               // as DeviceWork: on its device ring                                     collector
+  u32 device_ring;                // which is its own, + 1; 0: none                                        collector, sweeper
   alignas(128) u64 head_pub;      // ≤ the committed head; the collector may reuse bytes below it          writer
   alignas(128) u32 wait;          // futex: the collector waits for room or for its commit
   alignas(128) u64 word;          // incarnation << 8 | SlotState                                          lock holder
@@ -211,6 +231,7 @@ enum RecordFlags : u32 {
   kRestart = 8,                   // CLEAR: followed by {first id, write_count, 0, 0}: a checkpoint is to be loaded
   kStreams = 2, kLeaves = 4,      // ROWS: after the rows, a u64 each (its stream); then a float each (its priority's leaf)
   kLoaded = 16,                   // ROWS of a checkpoint: kHeadless in a stream's word says that rows before its first are missing
+  kDevice = 32,                   // ROWS whose bytes lie in the device ring, at the same positions: here are only the fields that Built names
 };
 struct Record {                   // followed by n_rows × row_bytes (an EDIT: see edits.h); a multiple of 32 bytes, so a header never straddles the end
   u64 bytes;                      // of the whole record
@@ -240,6 +261,7 @@ constexpr u64 edit_bytes(u64 n, u64 spans, u64 width) { return align_up(sizeof(R
 constexpr u64 clear_bytes(u32 flags) { return sizeof(Record) + (flags & kRestart ? kRecordAlign : 0); }
 
 // ---- the mapped segment ----------------------------------------------------------------------------------------
+class DeviceRows;                 // mover.h
 struct Segment {                  // addresses in this process; built by attach (handle.h), valid while mapped
   u8 *map = nullptr;
   u64 mapped_bytes = 0;
@@ -257,6 +279,7 @@ struct Segment {                  // addresses in this process; built by attach 
   // Only after build:
   u64 capacity = 0, row_bytes = 0, ring_bytes = 0, ring_stride = 0;
   u8 *rows = nullptr, *tree = nullptr, *links = nullptr, *rings = nullptr;
+  DeviceRows *device = nullptr;   // where rows lie in device memory: `rows` is null then. Whether they are mapped it knows
   // Bounded by what is mapped, whatever a damaged word says.
   u32 n_slots() const {
     u32 n = load(control().n_slots, acquire), most = header().max_collectors;

@@ -28,7 +28,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.doc() = "The compiled core of shmbuf: segment, rings, transactions, gather.";
   nb::exception<FormatError>(m, "FormatError");
   nb::exception<MapError>(m, "MapError");
-  static PyObject *gone = PyErr_NewException("shmbuf._native.Gone", PyExc_RuntimeError, nullptr);  // .args[0]: a status
+  static PyObject *gone = PyErr_NewException("shmbuf._native.Gone", PyExc_RuntimeError, nullptr);  // .args[0]: a status; of device memory [1]: why
   static PyObject *bad_priority = PyErr_NewException("shmbuf._native.BadPriority", PyExc_ValueError, nullptr);  // .args[0]: its position
   m.attr("Gone") = nb::borrow(gone), m.attr("BadPriority") = nb::borrow(bad_priority);
   nb::register_exception_translator([](const std::exception_ptr &p, void *) {
@@ -36,14 +36,16 @@ NB_MODULE(SHMBUF_MODULE, m) {
       std::rethrow_exception(p);
     } catch (const Gone &g) {
       PyErr_SetObject(gone, nb::int_(int(g.why)).ptr());
+    } catch (const DeviceError &e) {
+      PyErr_SetObject(gone, nb::make_tuple(int(e.unmapped ? Status::unmapped : Status::device), e.what()).ptr());
     } catch (const BadPriority &p) {
       PyErr_SetObject(bad_priority, nb::int_(p.at).ptr());
     }
   });
   const char *statuses[] = {"ok", "full", "dropped", "closed", "destroyed", "forked", "concurrent", "none_free", "no_memory",
                             "interrupted", "not_ready", "timeout", "empty", "lapped", "readonly", "would_wait",
-                            "no_priority", "other_formula", "bad_priority", "unknown_row", "limited", "never", "too_short"};
-  static_assert(std::size(statuses) == size_t(Status::too_short) + 1);
+                            "no_priority", "other_formula", "bad_priority", "unknown_row", "limited", "never", "too_short", "unmapped", "device", "no_device_ring"};
+  static_assert(std::size(statuses) == size_t(Status::no_device_ring) + 1);
   nb::list status_list;
   for (auto *s : statuses) status_list.append(s);
   m.attr("STATUSES") = nb::tuple(status_list);
@@ -59,6 +61,8 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.def("check_limiter", [](u32 num, u32 den, u64 min_size, std::optional<i64> min_diff, std::optional<i64> max_diff, u64 record_rows, u64 batch, bool strict) {
     return int(check_limiter({num, den, min_size, min_diff.value_or(kNoMinDiff), max_diff.value_or(kNoMaxDiff), 0, 0}, record_rows, batch, strict));
   }, "num"_a, "den"_a, "min_size"_a, "min_diff"_a.none(), "max_diff"_a.none(), "record_rows"_a, "batch"_a, "strict"_a);
+  m.def("device_bytes", &device_bytes, "capacity"_a, "row_bytes"_a, "device_rings"_a, "ring_bytes"_a);
+  m.def("device_kernels", &KernelText::make);
   m.def("ring_bytes", &choose_ring_bytes, "asked"_a, "row_bytes"_a);
   m.def("format", &format_file, "fd"_a, "capacity"_a, "max_collectors"_a, "max_members"_a, "ring_bytes"_a, "config"_a, "instance_id"_a, "unnamed"_a);
   m.def("addresses_in", &addresses_in, "columns"_a, "root"_a, "n"_a);
@@ -138,21 +142,44 @@ NB_MODULE(SHMBUF_MODULE, m) {
         d["ready"] = ready, d["row_bytes"] = ready ? x.built.row_bytes : 0, d["ring_bytes"] = ready ? x.built.ring_bytes : x.ring_bytes_asked;
         d["file_bytes"] = ready ? x.built.file_bytes : x.config_bytes, d["rings_offset"] = ready ? x.built.rings_offset : x.config_bytes;
         d["tree_offset"] = ready ? x.built.tree_offset : x.config_bytes;
+        const Home home = ready ? x.built.home : Home{};
+        d["device_kind"] = home.kind, d["device_rings"] = home.rings, d["device_bytes"] = home.bytes;
+        d["device_uuid"] = bytes_of(home.uuid, sizeof home.uuid), d["device_handle"] = bytes_of(home.ipc, sizeof home.ipc);
         return d;
       })
       .def("try_lock_build", [](const H &h) { Handle::Use use(*h); return h->try_lock_build(); })
       .def("unlock_build", [](const H &h) { Handle::Use use(*h); h->unlock_build(); })
       .def("build", [](const H &h, nb::bytes schema, u64 row_bytes, u32 n_columns, bool trajectories, std::vector<std::pair<u32, u32>> ends,
-                       std::pair<u32, u32> trajectory) {
+                       std::pair<u32, u32> trajectory, std::optional<std::tuple<u32, nb::bytes, u64, nb::bytes, u32>> device) {
         Handle::Use use(*h);
         RowShape row{row_bytes, n_columns, trajectories, {}, {trajectory.first, trajectory.second}};
         if (ends.size() > std::size(row.ends)) throw nb::value_error("too many end columns");
         for (size_t i = 0; i < ends.size(); ++i) row.ends[i] = {ends[i].first, ends[i].second};
+        if (device) {  // kind, uuid, bytes, handle, rings
+          const auto &[kind, uuid, bytes, handle, rings] = *device;
+          if (!kind || uuid.size() != sizeof row.home.uuid || handle.size() > sizeof row.home.ipc) throw nb::value_error("device: (kind, 16 bytes of UUID, bytes, up to 64 bytes of handle, rings)");
+          row.home.kind = kind, row.home.bytes = bytes, row.home.rings = rings;
+          std::memcpy(row.home.uuid, uuid.c_str(), uuid.size()), std::memcpy(row.home.ipc, handle.c_str(), handle.size());
+        }
         nb::gil_scoped_release r;
         return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row);
-      }, "schema"_a, "row_bytes"_a, "n_columns"_a, "trajectories"_a, "ends"_a, "trajectory"_a)
+      }, "schema"_a, "row_bytes"_a, "n_columns"_a, "trajectories"_a, "ends"_a, "trajectory"_a, "device"_a.none() = nb::none())
       .def("put_leaves", &put_leaves, "columns"_a, "leaves"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0), "loaded"_a = false)
       .def("put_tree", &put_tree, "columns"_a, "root"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "tensors"_a, "streams"_a = u64(0), "priorities"_a = u64(0))
+      .def("map_rows", [](const H &h, u64 address, u64 bytes, u64 context) { Handle::Use use(*h); nb::gil_scoped_release r; h->map_device(address, bytes, context); },
+           "address"_a, "bytes"_a, "context"_a)
+      .def("unmap_rows", [](const H &h) { Handle::Use use(*h); nb::gil_scoped_release r; h->unmap_device(); })
+      .def_prop_ro("device_rows", [](const H &h) -> nb::object {  // where they are mapped here
+        Handle::Use use(*h);
+        const u64 at = h->ready() && h->device() ? h->device()->address() : 0;
+        return at ? nb::cast(at) : nb::none();
+      })
+      .def_prop_ro("device_error", [](const H &h) -> nb::object {  // why this handle writes no more
+        Handle::Use use(*h);
+        const std::string why = h->ready() && h->device() ? h->device()->error() : "";
+        return why.empty() ? nb::none() : nb::cast(why);
+      })
+      .def("put_device", &put_device, "columns"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "streams"_a = u64(0), "priorities"_a = u64(0), "loaded"_a = false, "after"_a = u64(0))
       .def("edit", &edit, "spans"_a, "addresses"_a, "ids"_a, "n"_a, "timeout"_a, "wake"_a, "version"_a = 0)
       .def("edit_leaves", &edit_leaves, "columns"_a, "leaves"_a, "n"_a, "tensors"_a, "by_slot"_a, "timeout"_a, "wake"_a)
       .def("clear", &clear, "keep_write_count"_a, "timeout"_a, "restart"_a = nb::none())

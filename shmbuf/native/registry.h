@@ -9,6 +9,7 @@
 #include "journal.h"
 #include <cstdio>
 #include <cstdlib>
+#include <dirent.h>
 #include <fcntl.h>
 #include <string>
 #include <sys/stat.h>
@@ -73,6 +74,48 @@ inline Owner describe_self() {
       if (o.comm[i] == '\n') o.comm[i] = 0;
   }
   return o;
+}
+
+// What a process had its device do when it was killed goes on until the kernel has closed the driver's files in it; whether that comes
+// before or after its locks go is not known. All of them are closed before the last of its threads is gone or a zombie. In another pid
+// namespace it cannot be seen: then time must do, as it must where the driver does not come to an end with it.
+inline constexpr u64 kDeviceLands = 100'000'000, kDeviceUnseen = 2'000'000'000, kDeviceStuck = 10'000'000'000;
+inline bool process_over(u32 pid, u64 start_ticks) {
+  if (!pid) return true;
+  const u64 now = process_start_ticks(pid);
+  if (!now) return kill(pid_t(pid), 0) && errno == ESRCH;  // or /proc hides another user's
+  if (now != start_ticks) return true;
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%u/task", pid);
+  DIR *tasks = opendir(path);
+  if (!tasks) return errno == ENOENT;
+  bool over = true;
+  while (const dirent *task = over ? readdir(tasks) : nullptr) {
+    if (task->d_name[0] == '.') continue;
+    char text[1024];
+    std::snprintf(path, sizeof path, "/proc/%u/task/%.12s/stat", pid, task->d_name);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (n <= 0) continue;  // gone meanwhile
+    text[n] = 0;
+    const char *state = std::strrchr(text, ')');
+    over = state && std::strchr("ZXx", state[2]);
+  }
+  closedir(tasks);
+  return over;
+}
+inline bool device_work_over(u64 since_ns, u32 pid, u64 start_ticks, u64 pid_namespace) {  // of a dead one: its lock byte is free
+  const u64 age = now_ns() - since_ns;  // of a damaged word: ages
+  if (!since_ns || age > kDeviceStuck) return true;
+  struct stat st;
+  const bool seen = stat("/proc/self/ns/pid", &st) == 0 && st.st_ino == pid_namespace;
+  return age > kDeviceLands && (seen ? process_over(pid, start_ticks) : age > kDeviceUnseen);
+}
+
+inline bool has_device_ring(const Segment &s, u32 slot) {
+  const u32 r = load(s.slot(slot).device_ring, relaxed);
+  return r && r <= s.header().built.home.rings && s.header().built.home.kind != kHost;
 }
 
 constexpr u64 word_state(u64 word) { return word & 0xff; }
@@ -151,6 +194,20 @@ class Registry {  // call with the handle's registry mutex held
     }
     return Claim::none_free;
   }
+  // A device ring for the collector of a slot: the first that no slot names. It stays his until his slot is swept; whoever looks and
+  // names holds its byte.
+  bool claim_device_ring(u32 slot) {
+    for (u32 r = 0; r < s_.header().built.home.rings; ++r) {
+      if (device_ring_named(r) || !lock_byte(fd_, lock_device_ring(r), F_WRLCK)) continue;
+      FAILPOINT(device_ring_locked);
+      const bool named = device_ring_named(r);
+      if (!named) store(s_.slot(slot).device_ring, r + 1, release);
+      FAILPOINT(device_ring_named);
+      unlock_byte(fd_, lock_device_ring(r));
+      if (!named) return true;
+    }
+    return false;
+  }
   void close_slot(u32 i) {  // its rows are still to be drained; a sweep frees it
     Slot &slot = s_.slot(i);
     FAILPOINT(slot_closing);
@@ -179,12 +236,13 @@ class Registry {  // call with the handle's registry mutex held
       if (!lock_byte(fd_, lock_slot(i), F_WRLCK)) continue;  // its owner lives
       u64 word = load(slot.word, acquire);
       FAILPOINT(sweep_locked);
-      if (word_state(word) != kFree && drained(slot)) {
+      if (word_state(word) != kFree && drained(slot) && device_work_over(load(slot.device_since, relaxed), slot.owner.pid, slot.owner.start_ticks, slot.owner.pid_namespace)) {
         if (word_state(word) == kActive) {
           const u64 rows = load(slot.orphaned, relaxed);
           Chronicle(s_).died(kCollectorDied, word ^ u64(i) << 48, slot.owner.pid, slot.owner.comm, rows ? rows - 1 : 0, 0);
         }
         fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_stride));
+        store(slot.device_since, u64(0), relaxed), store(slot.device_ring, 0u, release);
         store(slot.word, make_word(word_incarnation(word), kFree), release);
         FAILPOINT(sweep_freed);
         ++freed;
@@ -220,6 +278,11 @@ class Registry {  // call with the handle's registry mutex held
     const BlockSlot e = i < truth.n_slots ? truth.slot[i] : BlockSlot{};
     const u64 put = load(s_.slot(i).put_rows, relaxed), done = e.stored_rows + e.skipped_rows;
     return put > done ? put - done : 0;
+  }
+  bool device_ring_named(u32 r) const {
+    for (u32 i = 0, n = s_.n_slots(); i < n; ++i)
+      if (load(s_.slot(i).device_ring, acquire) == r + 1) return true;
+    return false;
   }
   static bool drained(const Slot &slot) { return load(slot.head_pub, acquire) == load(slot.tail, acquire); }
   i64 ring_offset(u32 i) const { return i64(s_.header().built.rings_offset + u64(i) * s_.ring_stride); }

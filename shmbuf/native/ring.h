@@ -31,13 +31,14 @@ inline void ring_write(u8 *ring, u64 size, u64 at, const void *from, u64 n) {
 inline Record &record_at(u8 *ring, u64 size, u64 at) { return *reinterpret_cast<Record *>(ring + (at & (size - 1) & ~(kRecordAlign - 1))); }  // a damaged position is no multiple
 
 // A record that this build of the layout could have written; anything else means damaged memory. `room`: bytes up to the tail.
-inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes) {
+// on_device: its collector has a device ring.
+inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes, bool on_device = false) {
   if (r.bytes > room || r.bytes < sizeof(Record) || r.bytes > ring_bytes / 2) return false;
   if (r.kind == kClear) return r.bytes == clear_bytes(r.flags);
   if (r.kind == kEdit)  // edits.h looks at the rest
     return spans_of(r.flags) >= 1 && spans_of(r.flags) <= kMaxSpans && version_known(r.flags >> kVersionShift) && r.n_rows >= 1 &&
            r.n_rows <= ring_bytes / 8 && r.bytes > sizeof(Record) + spans_of(r.flags) * 8 + r.n_rows * 8;
-  return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves | kLoaded)) &&
+  return r.kind == kRows && r.n_rows >= 1 && r.n_rows <= ring_bytes / row_bytes && !(r.flags & ~(kStreams | kLeaves | kLoaded | (on_device ? kDevice : 0u))) &&
          r.bytes == record_bytes(r.n_rows, row_bytes, r.flags);
 }
 
@@ -63,25 +64,15 @@ class Producer {
 
   // Rows [from, from + n) of the columns become one record. Call only after has_room(record_bytes(n, …)).
   u64 publish_rows(const Column *columns, u32 n_columns, const Extras &extras, u64 from, u64 n) {
-    u64 bytes = record_bytes(n, row_bytes_, extras.flags());
-    FAILPOINT(ring_reserved);
-    write_header({bytes, kRows, extras.flags(), n, kPending});
-    u64 at = tail_ + sizeof(Record), o = at & (size_ - 1);
-    FAILPOINT(ring_half_record);
-    if (o + n * row_bytes_ <= size_) {
-      for (u32 c = 0; c < n_columns; ++c) scatter(ring_ + o + columns[c].offset, columns[c], from, n);
-    } else {
-      for (u64 j = 0; j < n; ++j)
-        for (u32 c = 0; c < n_columns; ++c)
-          ring_write(ring_, size_, at + j * row_bytes_ + columns[c].offset, source(columns[c], from + j), columns[c].bytes);
-    }
-    at += n * row_bytes_;
-    if (extras.streams) ring_write(ring_, size_, at, extras.streams + from, n * 8), at += n * 8;
-    if (extras.leaves) ring_write(ring_, size_, at, extras.leaves + from, n * 4);
-    FAILPOINT(ring_copied);
-    if (extras.loaded) store(slot_->clear_to, tail_ + bytes, relaxed);
-    bump(slot_->put_rows, n);                // before tail: a kill in between counts rows that were never put, not the reverse
-    return publish(bytes);
+    return publish_record(extras, 0, from, n, [&](u64 at) { copy_columns(columns, n_columns, from, n, at); });
+  }
+  // The same of rows that fill(position of the first) copies to the device ring: all of it, before it returns.
+  template <class Fill> u64 publish_device(const Extras &extras, u64 from, u64 n, Fill fill) {
+    return publish_record(extras, kDevice, from, n, [&](u64 at) {
+      store(slot_->device_since, now_ns(), release);  // whoever sweeps after a kill in here waits for what may still land
+      fill(at);
+      store(slot_->device_since, u64(0), release);
+    });
   }
   struct Restart { u64 first_id = 0, write_count = 0, unused[2] = {}; };
   u64 publish_clear(u32 flags, const Restart &restart) {
@@ -126,6 +117,31 @@ class Producer {
   u64 result(u64 at) const { return load(record_at(ring_, size_, at).result, relaxed); }  // after head_pub has passed it (R1)
 
  private:
+  template <class Fill> u64 publish_record(const Extras &extras, u32 more_flags, u64 from, u64 n, Fill fill) {
+    const u64 bytes = record_bytes(n, row_bytes_, extras.flags());
+    FAILPOINT(ring_reserved);
+    write_header({bytes, kRows, extras.flags() | more_flags, n, kPending});
+    u64 at = tail_ + sizeof(Record);
+    FAILPOINT(ring_half_record);
+    fill(at);
+    at += n * row_bytes_;
+    if (extras.streams) ring_write(ring_, size_, at, extras.streams + from, n * 8), at += n * 8;
+    if (extras.leaves) ring_write(ring_, size_, at, extras.leaves + from, n * 4);
+    FAILPOINT(ring_copied);
+    if (extras.loaded) store(slot_->clear_to, tail_ + bytes, relaxed);
+    bump(slot_->put_rows, n);                // before tail: a kill in between counts rows that were never put, not the reverse
+    return publish(bytes);
+  }
+  void copy_columns(const Column *columns, u32 n_columns, u64 from, u64 n, u64 at) const {
+    const u64 o = at & (size_ - 1);
+    if (o + n * row_bytes_ <= size_) {
+      for (u32 c = 0; c < n_columns; ++c) scatter(ring_ + o + columns[c].offset, columns[c], from, n);
+      return;
+    }
+    for (u64 j = 0; j < n; ++j)
+      for (u32 c = 0; c < n_columns; ++c)
+        ring_write(ring_, size_, at + j * row_bytes_ + columns[c].offset, source(columns[c], from + j), columns[c].bytes);
+  }
   static const u8 *source(const Column &c, u64 j) { return c.data + i64(j) * c.stride; }
   void scatter(u8 *to, const Column &c, u64 from, u64 n) const {
     const u8 *s = source(c, from);

@@ -6,6 +6,9 @@
 // take it back: it wakes the drain thread, or else the sleeping collectors, of whom one takes it. Otherwise busy producers
 // could keep a waiting one at work for them for ever. Who misses even that wake-up (its sender was killed) retries at the
 // end of its slice.
+//
+// Where rows lie in device memory, only a handle that maps them takes the role, and none before what a dead holder had under way
+// there is over (registry.h); one whose device fails gives it back and leaves the plan as it is.
 #pragma once
 #include "registry.h"
 #include "transaction.h"
@@ -15,17 +18,27 @@ namespace shmbuf {
 class WriterRole {
  public:
   WriterRole(Segment &s) : s_(s) {}
-  void open(int lock_fd, const Owner &me) { fd_ = lock_fd, pid_ = me.pid, pid_namespace_ = me.pid_namespace; }
+  void open(int lock_fd, const Owner &me) { fd_ = lock_fd, me_ = me; }
   void after_fork() { taken_.store(false, relaxed), fd_ = -1; }
 
   bool held_here() const { return taken_.load(relaxed); }
   bool try_take() {
+    if (s_.device && !s_.device->writes()) return false;
     if (taken_.exchange(true, acquire)) return false;
     if (fd_ < 0 || !lock_byte(fd_, kLockWriter, F_WRLCK)) {
       taken_.store(false, release);
       return false;
     }
     Control &c = s_.control();
+    if (s_.device) {
+      const DeviceWork &w = c.device_work;
+      if (!device_work_over(load(w.since_ns, acquire), w.pid, w.start_ticks, w.pid_namespace)) {
+        unlock_byte(fd_, kLockWriter);
+        taken_.store(false, release);
+        return false;
+      }
+      FAILPOINT(device_settled);
+    }
     const u64 now = now_ns();
     const u64 since = load(c.writer_since_ns, relaxed);
     after_death_ = since != 0;
@@ -35,7 +48,7 @@ class WriterRole {
       const u32 pid = load(c.writer_pid, relaxed);
       log.died(kWriterDied, since, pid, log.comm_of(pid), Writer(s_).unfinished(), now > sign ? now - sign : 0);
     }
-    store(c.writer_pid, pid_, relaxed), store(c.writer_pid_namespace, pid_namespace_, relaxed);
+    store(c.writer_pid, me_.pid, relaxed), store(c.writer_pid_namespace, me_.pid_namespace, relaxed);
     store(c.writer_since_ns, now, relaxed);
     FAILPOINT(role_taken);
     return true;
@@ -54,13 +67,21 @@ class WriterRole {
     Outcome out = Outcome::idle;
     for (int idle_turns = 0;;) {
       if (!try_take()) return out == Outcome::idle ? Outcome::busy : out;
-      Writer writer(s_, fd_, &pin_flags);
-      if (writer.take_over() && after_death_) bump<u64>(s_.control().takeovers, 1);
       bool met = false;
       bool moved = false;
-      while (!(met = enough()) && writer.step()) moved = true;
+      bool failed = false;
+      try {
+        Writer writer(s_, fd_, &pin_flags, &me_);
+        if (writer.take_over() && after_death_) bump<u64>(s_.control().takeovers, 1);
+        while (!(met = enough()) && (!s_.device || s_.device->writes()) && writer.step()) moved = true;
+      } catch (const DeviceError &e) {
+        s_.device->failed(e.what());
+        store(s_.control().device_work.since_ns, u64(0), release);  // the writer has waited for its stream, or there is none any more
+        failed = true;
+      }
       if (moved) out = Outcome::worked;
       give_back();
+      if (failed) return out == Outcome::idle ? Outcome::busy : out;
       if (!Writer::runnable(s_)) return out;
       // Work was seen, none was found, and again: what is seen is a damaged head_pub, not a record that has just come.
       if (!moved && !met && ++idle_turns > 3) {
@@ -87,8 +108,7 @@ class WriterRole {
  private:
   Segment &s_;
   int fd_ = -1;
-  u32 pid_ = 0;
-  u64 pid_namespace_ = 0;
+  Owner me_{};
   bool after_death_ = false;  // of the role's last holder
   std::atomic<bool> taken_{false};
 };

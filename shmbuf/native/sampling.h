@@ -10,7 +10,7 @@ namespace shmbuf {
 
 enum class Status : int {
   ok = 0, full, dropped, closed, destroyed, forked, concurrent, none_free, no_memory, interrupted, not_ready, timeout, empty, lapped, readonly,
-  would_wait, no_priority, other_formula, bad_priority, unknown_row, limited, never, too_short
+  would_wait, no_priority, other_formula, bad_priority, unknown_row, limited, never, too_short, unmapped, device, no_device_ring
 };
 
 // Leaf and sums are changed one after another: an updater that dies between them leaves a stale path. He has begun an update
@@ -97,15 +97,15 @@ template <class Host> class Sampling {
 
   // ---- drawing ----
   template <class Check>
-  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
+  Status draw(u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check, const Outputs &out = {}) {
     return draw_with([&](Rng rng) { return UniformPick{s_, rng}; }, [&] { Window w = window(s_); return w.lo < w.hi; }, [] { return false; }, n, columns, n_columns, ids,
-                     deadline, may_wait, check);
+                     deadline, may_wait, check, out);
   }
   struct Weighting { double beta; bool stratified, by_batch; };
   // As draw; each row with probability leaf / sum. weight = (p / p_min)^-beta, p_min of the buffer, or of the batch.
   template <class Check>
   Status draw_by_priority(u64 n, const Weighting &how, const OutColumn *columns, u32 n_columns, u64 *ids, float *weights, u64 deadline, bool may_wait,
-                          Check check) {
+                          Check check, const Outputs &where = {}) {
     if (h_.ready() && !keeps_priorities()) {
       if (!load(words().formula.low, acquire)) return Status::not_ready;
       if (!may_wait) return Status::would_wait;
@@ -115,12 +115,12 @@ template <class Host> class Sampling {
     auto any = [&] { return tree_.sum() > 0; };
     auto all_zero = [&] { Window w = window(s_); return w.lo < w.hi && quiet() && !any(); };
     Status out = draw_with([&](Rng rng) { return PriorityPick{s_, tree_, rng, weights, n, how.stratified}; }, any, all_zero, n, columns, n_columns, ids,
-                           deadline, may_wait, check);
+                           deadline, may_wait, check, where);
     if (out == Status::ok && n) weigh(weights, n, how);
     return out;
   }
-  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done) {
-    return fetch_in_parts(s_, columns, n_columns, n, ids, done);
+  u64 fetch(u64 n, const OutColumn *columns, u32 n_columns, const u64 *ids, u8 *done, const Outputs &out = {}) {
+    return fetch_in_parts(s_, columns, n_columns, n, ids, done, out);
   }
 
   // ---- the limiter ----
@@ -285,13 +285,13 @@ template <class Host> class Sampling {
   Priorities &words() const { return s_.control().priorities; }
 
   template <class NewPick, class Any, class AllZero, class Check>
-  Status draw_with(NewPick new_pick, Any any, AllZero all_zero, u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check) {
+  Status draw_with(NewPick new_pick, Any any, AllZero all_zero, u64 n, const OutColumn *columns, u32 n_columns, u64 *ids, u64 deadline, bool may_wait, Check check, const Outputs &out) {
     if (h_.destroyed()) return Status::destroyed;  // a learner that only samples must hear of it, too
     if (!h_.ready()) return Status::empty;
     u64 patience = 0;
     for (int tries = 0;; ++tries) {
       bool lapped;
-      if (draw_in_parts(s_, columns, n_columns, n, h_.next_seed(), new_pick, ids, lapped) == n) return Status::ok;
+      if (draw_in_parts(s_, columns, n_columns, out, n, h_.next_seed(), new_pick, ids, lapped) == n) return Status::ok;
       if (lapped) return Status::lapped;
       if (!may_wait) return Status::would_wait;
       // Nothing can be drawn: empty, or one transaction is overwriting all there is, or all priorities are 0. Help, then tell.

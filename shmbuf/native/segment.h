@@ -56,18 +56,28 @@ constexpr u64 choose_stream_entries(u64 ring_bytes) { return std::max<u64>(ring_
 constexpr u64 stride_of(u64 ring_bytes, u64 stream_entries) { return align_up(ring_bytes + stream_entries * sizeof(Stream), kPage); }
 struct BuildLayout {
   u64 schema, rows, tree, links, rings, ring_bytes, ring_stride, stream_entries, file;
-  BuildLayout(const Header &h, u64 schema_bytes, u64 row_bytes, bool trajectories) {
+  BuildLayout(const Header &h, u64 schema_bytes, u64 row_bytes, bool trajectories, bool device = false) {
     ring_bytes = choose_ring_bytes(h.ring_bytes_asked, row_bytes);
     stream_entries = trajectories ? choose_stream_entries(ring_bytes) : 0;
     ring_stride = stride_of(ring_bytes, stream_entries);
     schema = h.config_bytes;
     rows = align_up(schema + schema_bytes, kPage);
-    tree = align_up(rows + h.capacity * row_bytes, kPage);
+    tree = align_up(rows + (device ? 0 : h.capacity * row_bytes), kPage);
     links = align_up(tree + PriorityTree::bytes(h.capacity), kPage);
     rings = align_up(links + (trajectories ? Links::bytes(h.capacity) : 0), kPage);
     file = rings + u64(h.max_collectors) * ring_stride;
   }
 };
+
+// Of a device's allocation: the rows, then so many rings.
+inline constexpr u64 kMaxDeviceRows = 0xffffffffull;  // kernels count rows in 32 bits
+constexpr u64 device_rings_at(u64 capacity, u64 row_bytes) { return align_up(capacity * row_bytes, kPage); }
+constexpr u64 device_bytes(u64 capacity, u64 row_bytes, u32 rings, u64 ring_bytes) { return device_rings_at(capacity, row_bytes) + rings * ring_bytes; }
+inline bool has_place(const Home &home, const Header &h, u64 row_bytes, u64 ring_bytes) {  // for all that is to lie there
+  if (home.kind == kHost) return true;
+  return home.kind < kHomeKinds && h.capacity <= kMaxDeviceRows && home.rings <= h.max_collectors && home.bytes < 1ull << 62 &&
+         home.bytes >= device_bytes(h.capacity, row_bytes, home.rings, ring_bytes);
+}
 
 inline u32 header_crc(const u8 *map) {
   Header h;
@@ -122,7 +132,9 @@ inline void check_built(const Header &h, const u8 *file, u64 file_bytes) {
   if (b.ring_bytes & (b.ring_bytes - 1) || b.ring_bytes < 2 * record_bytes(1, b.row_bytes, kStreams | kLeaves) || b.ring_bytes > kMaxRingBytes)
     bad("ring_bytes: " + std::to_string(b.ring_bytes));
   if (b.schema_bytes > file_bytes || h.capacity > (1ull << 62) / b.row_bytes) bad("schema_bytes or capacity: larger than the file");
-  BuildLayout at(h, b.schema_bytes, b.row_bytes, b.stream_entries != 0);
+  if (!has_place(b.home, h, b.row_bytes, b.ring_bytes))
+    bad("device memory: kind " + std::to_string(b.home.kind) + ", " + std::to_string(b.home.bytes) + " bytes, " + std::to_string(b.home.rings) + " rings");
+  BuildLayout at(h, b.schema_bytes, b.row_bytes, b.stream_entries != 0, b.home.kind != kHost);
   if (b.schema_offset != at.schema || b.rows_offset != at.rows || b.tree_offset != at.tree || b.links_offset != at.links ||
       b.rings_offset != at.rings || b.file_bytes != at.file || b.ring_bytes != at.ring_bytes || b.stream_entries != at.stream_entries)
     bad("offsets: the built regions are not where their sizes put them");
@@ -138,7 +150,7 @@ inline void describe(Segment &s, u8 *file) {  // where the built regions of a ch
   const Built &b = h.built;
   s.capacity = h.capacity, s.row_bytes = b.row_bytes, s.ring_bytes = b.ring_bytes;
   s.ring_stride = stride_of(b.ring_bytes, b.stream_entries);
-  s.rows = file + b.rows_offset, s.tree = file + b.tree_offset, s.links = b.stream_entries ? file + b.links_offset : nullptr;
+  s.rows = b.home.kind == kHost ? file + b.rows_offset : nullptr, s.tree = file + b.tree_offset, s.links = b.stream_entries ? file + b.links_offset : nullptr;
   s.rings = file + b.rings_offset;
 }
 
@@ -175,10 +187,12 @@ struct RowShape {
   u32 n_columns;
   bool trajectories;  // keep links; `ends` and `trajectory` as in Built
   Field ends[4], trajectory;
+  Home home = {};  // kind kHost: in the segment
 };
 inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, const RowShape &row) {
   Header &h = s.header();
-  BuildLayout at(h, schema_bytes, row.row_bytes, row.trajectories);
+  BuildLayout at(h, schema_bytes, row.row_bytes, row.trajectories, row.home.kind != kHost);
+  if (!has_place(row.home, h, row.row_bytes, at.ring_bytes)) return EINVAL;
   FAILPOINT(build_locked);
   if (ftruncate(fd, i64(h.config_bytes))) return errno;  // what a builder killed half-way left behind
   int e = reserve_range(fd, h.config_bytes, at.rings - h.config_bytes);
@@ -201,7 +215,7 @@ inline int build(int fd, Segment &s, const u8 *schema, u64 schema_bytes, const R
   Built b{};
   b.row_bytes = row.row_bytes, b.ring_bytes = at.ring_bytes, b.schema_offset = at.schema, b.schema_bytes = schema_bytes;
   b.rows_offset = at.rows, b.tree_offset = at.tree, b.links_offset = at.links, b.rings_offset = at.rings, b.file_bytes = at.file;
-  b.stream_entries = at.stream_entries, b.n_columns = row.n_columns, b.trajectory = row.trajectory;
+  b.stream_entries = at.stream_entries, b.n_columns = row.n_columns, b.trajectory = row.trajectory, b.home = row.home;
   std::copy(row.ends, row.ends + 4, b.ends);
   b.crc = built_crc(b, schema);
   std::memcpy(static_cast<void *>(&h.built), &b, sizeof b);

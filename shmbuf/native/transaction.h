@@ -15,8 +15,8 @@
 // Before T4 nothing moved: a successor finds the sealed plan, the same ring bytes (head_pub ≤ committed head always) and
 // writes the same rows to the same ids. After T4 only T5…T7 are left. tests/models/txn.pml has every interleaving.
 #pragma once
-#include "edits.h"
 #include "links.h"
+#include "mover.h"
 #include "pins.h"
 #include "priority_tree.h"
 #include "random.h"
@@ -30,8 +30,8 @@ class Writer {
  public:
   static constexpr u64 kMaxBytes = 8u << 20;
 
-  explicit Writer(Segment &segment, int lock_fd = -1, std::atomic<u32> *pin_flags = nullptr)
-      : s_(segment), c_(segment.control()), pins_(segment, lock_fd, pin_flags), tree_(segment.tree, segment.capacity), links_(segment.links, segment.links ? segment.capacity : 1) {
+  explicit Writer(Segment &segment, int lock_fd = -1, std::atomic<u32> *pin_flags = nullptr, const Owner *me = nullptr)
+      : s_(segment), me_(me ? *me : Owner{}), c_(segment.control()), pins_(segment, lock_fd, pin_flags), tree_(segment.tree, segment.capacity), links_(segment.links, segment.links ? segment.capacity : 1) {
     if (keeps_priorities()) tree_.keep_max(Formula(c_.priorities).live_maximum);
   }
 
@@ -133,7 +133,7 @@ class Writer {
     return load(r.kind, relaxed) != kRows || load(r.n_rows, relaxed) <= room;
   }
 
-  bool well_formed(const Record &r, u64 at, u64 tail) const { return shmbuf::well_formed(r, tail - at, s_.ring_bytes, s_.row_bytes); }
+  bool well_formed(const Record &r, u32 ring, u64 at, u64 tail) const { return shmbuf::well_formed(r, tail - at, s_.ring_bytes, s_.row_bytes, has_device_ring(s_, ring)); }
   Record &record(u32 ring, u64 at) const { return record_at(s_.ring(ring), s_.ring_bytes, at); }
 
   bool plan(const CommitBlock &now, CommitBlock &next) {
@@ -164,7 +164,7 @@ class Writer {
       u64 before = at;
       while (intact && at != tail) {
         const Record &r = record(i, at);
-        if (!(intact = well_formed(r, at, tail) && (r.kind != kEdit || edit(i, at).sound(s_.row_bytes)))) break;
+        if (!(intact = well_formed(r, i, at, tail) && (r.kind != kEdit || edit(i, at).sound(s_.row_bytes)))) break;
         if (r.kind != kRows) {
           if (!any) return r.kind == kClear ? plan_clear(now, next, i, at, r) : plan_edit(now, next, i, at, r);
           next.next_start = i, full = true;  // a CLEAR or an EDIT is a transaction alone: the next one begins here
@@ -200,7 +200,7 @@ class Writer {
     u64 rows = 0;
     while (at < skip) {
       const Record &r = record(i, at);
-      if (!well_formed(r, at, tail) || r.kind != kRows) break;  // never past a CLEAR; damage is met by the caller
+      if (!well_formed(r, i, at, tail) || r.kind != kRows) break;  // never past a CLEAR; damage is met by the caller
       rows += r.n_rows, at += r.bytes;
     }
     e.skip_to = at, e.skipped_rows += rows, next.skipped_total += rows;
@@ -212,13 +212,21 @@ class Writer {
     next.kind = kPlanEdit;
     EditRecord e = edit(i, at);
     (void)e.sound(s_.row_bytes);  // plan() has asked; it counts a row's bytes
+    std::vector<u64> ids, places;
     for (u64 j = 0; j < e.n; ++j) {
       const u64 id = e.id(j);
       if (id == EditRecord::kOlder) continue;  // said by a planner that died
       if (!is_live(now, s_.capacity, id)) ++next.stale_edits;
-      else if (!e.compares() || e.newer(j, s_.row(id))) ++next.edited_rows;
-      else e.mark(j, EditRecord::kOlder);
+      else if (!e.compares()) ++next.edited_rows;
+      else ids.push_back(id), places.push_back(j);
     }
+    if (!ids.empty())
+      with_rows([&](auto &rows) {
+        rows.each_field(ids.size(), ids.data(), e.span(0).offset, e.span(0).bytes, [&](u64 k, const u8 *stored) {
+          if (e.newer(places[k], stored)) ++next.edited_rows;
+          else e.mark(places[k], EditRecord::kOlder);
+        });
+      });
     next.slot[i].head = next.slot[i].rows_end = at + r.bytes;
     next.start = i, next.next_start = i + 1;
     FAILPOINT(edit_planned);
@@ -253,12 +261,16 @@ class Writer {
   void run_edit(const CommitBlock &now, const CommitBlock &next) {
     const u32 i = next.start;
     const u64 at = entry(now, i).head;
-    if (i >= slots_of(next) || !well_formed(record(i, at), at, bounded(at, next.slot[i].head)) || record(i, at).kind != kEdit) return;  // damaged since
+    if (i >= slots_of(next) || !well_formed(record(i, at), i, at, bounded(at, next.slot[i].head)) || record(i, at).kind != kEdit) return;  // damaged since
     EditRecord e = edit(i, at);
     if (!e.sound(s_.row_bytes)) return;
     raise_edits(s_, now, e);  // E1
     FAILPOINT(edit_raised);
-    store(record(i, at).result, apply_edits(s_, now, e), relaxed);
+    with_rows([&](auto &rows) {
+      rows.begin(me_);
+      store(record(i, at).result, rows.edit(now, e), relaxed);
+      rows.settle();
+    });
   }
   u64 bounded(u64 from, u64 to) const { return to - from <= s_.ring_bytes ? to : from; }  // a ring holds no more, whatever a damaged word says
   // visit(ring, position, record, first id) for exactly the records that the plan has counted, in id order; kDropped for
@@ -272,7 +284,7 @@ class Writer {
       for (u64 at = entry(now, i).head, end = bounded(at, e.rows_end); at < end;) {
         Record &r = record(i, at);
         const bool skipped = at < e.skip_to;
-        if (!well_formed(r, at, end) || id + r.n_rows > next.cursor + (skipped ? r.n_rows : 0)) break;  // damaged since
+        if (!well_formed(r, i, at, end) || id + r.n_rows > next.cursor + (skipped ? r.n_rows : 0)) break;  // damaged since
         visit(i, at, r, skipped ? kDropped : id);
         if (!skipped) id += r.n_rows;
         at += r.bytes;
@@ -297,33 +309,36 @@ class Writer {
     if (keeps_links()) links_.evict(now.cursor, n);         // T2
     if (keeps_priorities()) tree_.evict_leaves(now.cursor, n);  // the sums above stay too large until T6: a draw that meets them tries again
     FAILPOINT(txn_evicted);
-    each_record(now, next, [&](u32 i, u64 at, Record &r, u64 id) {  // T3
-      store(r.result, id, relaxed);
-      if (id != kDropped) copy_rows(i, at + sizeof(Record), r.n_rows, id);
+    with_rows([&](auto &rows) {  // T3
+      rows.begin(me_);
+      each_record(now, next, [&](u32 i, u64 at, Record &r, u64 id) {
+        store(r.result, id, relaxed);
+        if (id != kDropped) copy_rows(rows, rows.ring(i, r.flags & kDevice), at + sizeof(Record), r.n_rows, id);
+      });
+      rows.settle();
     });
     FAILPOINT(txn_copied);
     return true;
   }
   // Of a record longer than the capacity only the last rows are written; ids advance over the rest.
-  void copy_rows(u32 ring, u64 at, u64 n, u64 id) {
+  template <class Rows> void copy_rows(Rows &rows, const typename Rows::Ring &from, u64 at, u64 n, u64 id) {
     u64 size = s_.ring_bytes, whole = s_.capacity * s_.row_bytes;
     if (n > s_.capacity) {
       at += (n - s_.capacity) * s_.row_bytes;
       id += n - s_.capacity;
       n = s_.capacity;
     }
-    const u8 *from = s_.ring(ring);
     u64 to = (id % s_.capacity) * s_.row_bytes, left = n * s_.row_bytes;
 #ifdef SHMBUF_FAILPOINTS
     u64 half = s_.row_bytes / 2;  // die with half a row in place
-    if (half && half < size - (at & (size - 1))) copy_bytes(s_.rows + to, from + (at & (size - 1)), half);
+    if (half && half < size - (at & (size - 1))) rows.copy(to, from, at & (size - 1), half);
     FAILPOINT(txn_mid_row);
 #endif
     while (left) {
       u64 o = at & (size - 1), k = left;
       if (k > size - o) k = size - o;
       if (k > whole - to) k = whole - to;
-      copy_bytes(s_.rows + to, from + o, k);
+      rows.copy(to, from, o, k);
       at += k, left -= k, to += k;
       if (to == whole) to = 0;
     }
@@ -367,11 +382,8 @@ class Writer {
     each_record(before, b, [&](u32 i, u64 at, Record &r, u64 first) {
       if (first == kDropped) return;
       const u64 incarnation = word_incarnation(load(s_.slot(i).word, relaxed)), streams = at + sizeof(Record) + r.n_rows * s_.row_bytes;
-      const u64 skipped = beyond(r.n_rows, s_.capacity);
       auto *table = reinterpret_cast<Stream *>(s_.ring(i) + s_.ring_bytes);
-      auto row = [&](u64 j) {  // of a record longer than the capacity the first rows were not stored, but move their streams on
-        return j >= skipped ? s_.row(first + j) : row_in_ring(i, at + sizeof(Record) + j * s_.row_bytes);
-      };
+      auto row = [&](u64 j) { return row_in_ring(i, at + sizeof(Record) + j * s_.row_bytes); };  // of one on a device here are only these fields
       auto stream = [&](u64 j) -> u64 {
         if (r.flags & kStreams) return extra<u64>(i, streams + j * 8) & ~(r.flags & kLoaded ? Links::kHeadless : 0);
         return built.trajectory.bytes ? hash_bytes(row(j) + built.trajectory.offset, built.trajectory.bytes) : 0;
@@ -448,12 +460,24 @@ class Writer {
     raise_highest(c_.priorities, highest);
   }
 
+  // Where the rows are, asked once: the mover of a device keeps its stream as long as the burst lasts.
+  template <class Use> void with_rows(Use use) {
+    if (s_.device) {
+      if (!device_) device_ = std::make_unique<DeviceMover>(*s_.device);
+      return use(*device_);
+    }
+    HostMover rows(s_);
+    use(rows);
+  }
+
   Segment &s_;
+  Owner me_;
   Control &c_;
   Pins pins_;
   PriorityTree tree_;
   Links links_;
   std::vector<u8> scratch_;
+  std::unique_ptr<DeviceMover> device_;
 };
 
 // A consistent copy of the numbers of the truth, for people and len(); false if transactions outran it (try again).

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from shmbuf.buffer import Buffer
 from shmbuf.reading import address_of
 from shmbuf.rlightning.index import EpisodeIndex, fetched
 from shmbuf.rlightning.leaves import as_tensors
 from shmbuf.rlightning.pushing import OWN
 from shmbuf.schema import Column, Schema, nest
+from shmbuf.storage import ShmStorage
 
 
 class Reader:
     """Rows (unit "transition") or whole episodes of one handle."""
 
-    def __init__(self, buffer: Buffer, episodes: bool):
-        self._buffer, self._episodes = buffer, episodes
-        self._index = EpisodeIndex(buffer)
+    def __init__(self, storage: ShmStorage, episodes: bool):
+        self._storage, self._buffer, self._episodes = storage, storage.buffer, episodes
+        self._index = EpisodeIndex(self._buffer)
         self._owner = self._reads = np.zeros(0, np.int64)  # by slot: whose reads were counted, and how many
         self._columns: Any = None
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -73,7 +73,9 @@ class Reader:
             rows, lengths = rows[torch.from_numpy(np.repeat(stays, lengths)[valid])], lengths[stays]
         if not len(lengths):
             return TensorDict(
-                {k: v.reshape(0, 0, *v.shape[1:]) for k, v in rows.items(True, True)}, batch_size=[0, 0], device="cpu"
+                {k: v.reshape(0, 0, *v.shape[1:]) for k, v in rows.items(True, True)},
+                batch_size=[0, 0],
+                device=self._storage.device,
             )
         if (lengths == lengths[0]).all():
             return rows.reshape(len(lengths), int(lengths[0]))
@@ -87,7 +89,7 @@ class Reader:
         """Those that are still stored, and bool[n] which they are."""
         shown = self._shown()
         if not shown:
-            return TensorDict({}, batch_size=[len(ids)], device="cpu"), np.ones(len(ids), bool)
+            return TensorDict({}, batch_size=[len(ids)], device=self._storage.device), np.ones(len(ids), bool)
         if self._columns is None:
             self._columns = _native(self._buffer.schema, shown)  # type: ignore[arg-type]
         arrays = [np.zeros((len(ids), *c.shape), c.numpy) for c in shown]
@@ -96,7 +98,9 @@ class Reader:
             arrays, ids = [a[valid] for a in arrays], ids[valid]
         self._count(ids)
         tensors = (as_tensors(a, c.dtype) for a, c in zip(arrays, shown, strict=True))
-        return TensorDict(nest([c.key for c in shown], tensors), batch_size=[len(ids)], device="cpu"), valid
+        return TensorDict(
+            nest([c.key for c in shown], tensors), batch_size=[len(ids)], device=self._storage.device
+        ), valid
 
     # ---- how often rows were read -----------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Storage:
             ones is no longer counted at all; as long as its other rows are there, samplers of transitions draw them.
         env_meta_list: whose data are taken, with their num_envs: a list of `EnvMeta`, or a dict of them by env_id.
             None: any, each one environment.
-        device: "cpu": rows are in host memory.
+        device: "cpu": rows are in host memory; "cuda", "cuda:1": in that device's. Running episodes wait in host memory.
         obs_preprocessor, reward_preprocessor: see `default_env_ret_preprocess_fn`; preprocess_fn and the two it calls: see
             `default_preprocess_fn`; postprocess_fn: see `default_postprocess_fn`, by which rows of many environments are made fastest.
         auto_truncate_episode: episodes end where their flags say so, those of N environments that step together one by one. Otherwise
@@ -199,10 +199,9 @@ class Storage:
                 raise TypeError(f"{name} is a function, not {type(link).__name__}")
         self._rb, self._said, self._metas, self._links = rb, said, metas, links
         self.capacity, self.mode, self.unit = rb.buffer.capacity, said["mode"], said["unit"]
-        self.device = torch.device("cpu")
         self.auto_truncate_episode = said["auto"]
         self._pusher = Pusher(rb.buffer, self.mode == "standard", self.unit == "episode")
-        self._reads = Reader(rb.buffer, self.unit == "episode")
+        self._reads = Reader(rb._storage, self.unit == "episode")
         self._running: dict[str, SingleSteps | VectorSteps] = {}
         self._sizes: dict[str, int] = {}
         self._waiting: dict[str, dict[str, Any]] = {}  # what the policy has not answered yet
@@ -211,6 +210,11 @@ class Storage:
         self._debug = os.environ.get("RLIGHTNING_DEBUG") == "1"
         self.timing_raw: dict[str, dict[str, Any]] = {}
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are, and what is read of them."""
+        return self._rb._storage.device
 
     def __reduce__(self) -> tuple:
         return _attached, (type(self), self._rb, self._said, self._metas, self._links)

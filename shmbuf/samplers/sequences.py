@@ -402,10 +402,9 @@ class NStep(SampleUnit):
         last = rows[self.n - 1 :: self.n]
         td = rows[:: self.n].clone()
         reward = rows.get(key).reshape(n, self.n, *rows.get(key).shape[1:])
-        steps = torch.from_numpy(used)
-        discount = torch.where(
-            torch.arange(self.n) < steps[:, None], self.gamma ** torch.arange(self.n, dtype=torch.float64), 0.0
-        )
+        steps = torch.from_numpy(used).to(reward.device)
+        i = torch.arange(self.n, device=reward.device)
+        discount = torch.where(i < steps[:, None], self.gamma ** i.to(torch.float64), 0.0)
         shape = (n, *(1,) * (reward.ndim - 2))
         total = (reward.to(torch.float64) * discount.reshape(n, self.n, *shape[1:])).sum(1)
         if last.get("next", None) is not None:

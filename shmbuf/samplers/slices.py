@@ -269,7 +269,8 @@ class SliceSampler(Sampler):
             truncated_key, done_key, terminated_key = self._flag_keys()
             stored = [td.get(k, None) for k in (done_key, terminated_key, truncated_key)]
             like = next((s for s in stored if s is not None), None)
-            truncated = torch.zeros((*td.batch_size, *((1,) if like is None else like.shape[1:])), dtype=torch.bool)
+            shape = (*td.batch_size, *((1,) if like is None else like.shape[1:]))
+            truncated = torch.zeros(shape, dtype=torch.bool, device=None if like is None else like.device)
             truncated[last] = True
             done, terminated = (None if s is None else s.to(torch.bool) for s in stored[:2])
             td.set(truncated_key, truncated)

@@ -19,8 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shmbuf import Buffer, RateLimiter, destroy, segment
+from shmbuf._extension import native
+from shmbuf.schema import Schema
+from shmbuf.streams import resolve
 
-PAGE, HEADER_BYTES, BUILT_AT, BUILT_BYTES = 4096, 1024, 512, 128
+PAGE, HEADER_BYTES, BUILT_AT, BUILT_BYTES = 4096, 1024, 512, 224
 HEADER, BUILT = struct.Struct("<40xQ8xII8x8Q"), struct.Struct("<10Q")
 MEMBER, SLOT, BLOCK, BLOCK_SLOT, RING = 256, 512, 128, 40, 4096
 CAPACITY, COLLECTORS = 70, 3
@@ -185,6 +188,19 @@ def _keyed(name: str) -> list[Buffer]:
     return [buf]
 
 
+def _on_device(name: str) -> list[Buffer]:
+    """Rows in memory of a device that nobody has: what can be done without them is done."""
+    buf = _create(name, schema=None)
+    schema = Schema.from_spec(SCHEMA)
+    marks, handle = resolve(schema, buf.config["streams"]), buf._handle
+    home = (1, bytes(range(16)), native.device_bytes(CAPACITY, schema.row_bytes, 2, RING), b"", 2)
+    assert handle.try_lock_build()
+    assert handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native(), home) == 0
+    handle.unlock_build()
+    buf.put(rows(5))
+    return [buf]
+
+
 _KILLED = """
 import sys
 from shmbuf import Buffer
@@ -219,6 +235,7 @@ MAKERS: dict[str, Callable[[str], list[Buffer]]] = {
     "plain": _plain,
     "rich": _rich,
     "keyed": _keyed,
+    "on a device": _on_device,
     "sealed": _stopped_at("plan_sealed"),
     "committed": _stopped_at("txn_committed"),
 }

@@ -367,7 +367,7 @@ def run(label: str, how: str, hit: int, directory: str, scenario: Scenario, *, k
         else:
             in_order(creator)
         assert not creator._handle.audit()["findings"], f"{where}: {creator._handle.audit()}"
-        creator._handle.sweep()
+        sweep(creator)
         assert creator.collectors() == [], f"{where}: rings of the dead are kept"
         return True
     finally:
@@ -377,6 +377,10 @@ def run(label: str, how: str, hit: int, directory: str, scenario: Scenario, *, k
         for scratch in segment.names():
             if scratch.startswith(f"{shm}."):
                 destroy(scratch, force=True)
+
+
+def sweep(creator: Buffer) -> None:
+    creator._handle.sweep()
 
 
 def in_order(creator: Buffer) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, RingFull, Schema, segment
+from shmbuf import Buffer, RingFull, Schema, devices, segment
 from shmbuf.schema import flatten
 
 SPEC = {"obs": ("float32", (4,)), "next": {"obs": ("float32", (4,)), "done": "bool"}, "k": "int64"}  # 48 bytes a row
@@ -84,12 +85,15 @@ def unmoved(buf: Buffer) -> Iterator[None]:
 def stuck_drainer(name: str) -> Iterator[None]:
     """Somebody else holds the writer role and does nothing, as a process does that was stopped there."""
     handle = segment.attach(name, presence=False)
+    place = devices.Place(name, msgpack.unpackb(handle.config).get("device"))
+    place.map(handle)  # only who has the rows takes the role
     assert handle.try_take_role()
     try:
         yield
     finally:
         handle.give_back_role()
         handle.close()
+        place.close()
 
 
 def open_files() -> int:

@@ -154,8 +154,8 @@ class TestStandard:
             Storage(5, "ring")
         with pytest.raises(ValueError, match="Unknown unit type 'row'"):
             Storage(5, unit="row")
-        with pytest.raises(ValueError, match="device='cuda'"):
-            Storage(5, device="cuda")
+        with pytest.raises(ValueError, match="device='mps'"):
+            Storage(5, device="mps")
         with pytest.raises(ValueError, match="capacity=0"):
             Storage(0)
         with pytest.raises(ValueError, match="num_envs=0"):

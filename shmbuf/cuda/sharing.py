@@ -1,0 +1,322 @@
+"""Who has the memory hands it to who attaches: over an abstract unix socket named by the segment's instance and the member's entry.
+
+    asker  connect \\0shmbuf.<instance>.<member> → the listener's uid is this one? → receive, one packet: msgpack {kind, size, uuid,
+           why, pid, ipc_handle} and, of kind vmm, the descriptor
+    holder accept → the peer's uid is this one? → send, close. A steward keeps the connection: its end is how its death is seen
+
+The socket is there only while its process lives, so nobody is asked who is dead. Whoever is stopped does not answer: the next one is
+asked. One sleeping thread a process serves all of its buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from shmbuf import segment
+from shmbuf.cuda import driver
+from shmbuf.cuda.memory import IPC, VMM, Memory
+from shmbuf.errors import DeviceError, StorageLost
+
+ANSWER = 1.0  # seconds that one of several is waited for
+PATIENCE = 10.0  # in all, for those who have it and do not answer
+SETTLE = 1.0  # for one that has just been handed it to offer it in turn
+log = logging.getLogger("shmbuf")
+
+
+@dataclass
+class Offer:
+    """What a holder answered. ``connection``: to a steward; else closed."""
+
+    kind: str
+    size: int
+    uuid: bytes
+    why: str
+    pid: int
+    ipc_handle: bytes = b""
+    fd: int = -1
+    connection: socket.socket | None = None
+
+    def drop(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        if self.connection is not None:
+            self.connection.close()
+
+
+def address_of(instance: int, member: int) -> str:
+    return f"\0shmbuf.{instance:016x}.{member}"
+
+
+def _peer(s: socket.socket) -> tuple[int, int]:
+    """pid (0: of another pid namespace) and uid of the other end, from the kernel."""
+    pid, uid, _ = struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+# ---- holding -------------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """The thread of this process. It sleeps in one epoll, and ends with the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._selector = selectors.EpollSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._drain_wake())
+        self._sockets: set[socket.socket] = set()
+        threading.Thread(target=self._run, name="shmbuf-device", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                try:
+                    key.data()
+                except Exception:  # of one connection
+                    log.debug("serving device memory", exc_info=True)
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(64)
+
+    def add(self, s: socket.socket, ready: Callable[[], None]) -> None:
+        s.setblocking(False)
+        with self._lock:
+            self._sockets.add(s)
+            self._selector.register(s, selectors.EVENT_READ, ready)
+        self._wake.send(b"1")
+
+    def remove(self, s: socket.socket) -> None:
+        with self._lock:
+            if s in self._sockets:
+                self._sockets.discard(s)
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(s)
+        s.close()
+
+    def offer(self, name: str, memory: Memory) -> socket.socket | None:
+        """Listen under this name. None: somebody else does."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(name)
+            listener.listen(64)
+        except OSError as e:
+            log.warning("device memory cannot be offered to other processes as %r: %s", name[1:], e)
+            listener.close()
+            return None
+        self.add(listener, lambda: self._answer(listener, memory))
+        return listener
+
+    def _answer(self, listener: socket.socket, memory: Memory) -> None:
+        try:
+            peer, _ = listener.accept()
+        except OSError:  # gone, or withdrawn
+            return
+        keep = False
+        try:
+            if _peer(peer)[1] != os.getuid():
+                return
+            peer.setblocking(False)
+            packet = msgpack.packb(
+                {
+                    "kind": memory.kind,
+                    "size": memory.bytes,
+                    "uuid": memory.device.uuid,
+                    "why": memory.why,
+                    "pid": os.getpid(),
+                    "ipc_handle": memory.ipc_handle,
+                }
+            )
+            if memory.kind == VMM:
+                socket.send_fds(peer, [packet], [memory.fd])
+            else:
+                peer.send(packet)
+                keep = memory.is_own
+        except OSError:  # it did not wait
+            pass
+        finally:
+            if keep:
+                self.add(peer, lambda: self.remove(peer))  # it says nothing more: readable is its end
+            else:
+                peer.close()
+
+    def close_in_child(self) -> None:
+        for s in [*self._sockets, self._wake, self._woken]:
+            s.close()
+        self._selector.close()
+
+
+_server: _Server | None = None
+_server_lock = threading.Lock()
+
+
+def server() -> _Server:
+    global _server
+    with _server_lock:
+        if _server is None:
+            _server = _Server()
+        return _server
+
+
+def _after_fork() -> None:
+    """The child holds none of its parent's sockets: a name that nobody answers would hold up who asks."""
+    global _server, _server_lock
+    before, _server, _server_lock = _server, None, threading.Lock()
+    if before is not None:
+        before.close_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def watch(connection: socket.socket, gone: Callable[[], None]) -> None:
+    """Call ``gone`` once, from the thread, when the other end of a steward's connection is closed."""
+    s = server()
+
+    def look() -> None:
+        try:
+            ended = not connection.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            ended = True
+        if ended:
+            s.remove(connection)
+            gone()
+
+    s.add(connection, look)
+
+
+# ---- asking --------------------------------------------------------------------------------------------------------
+
+
+def _ask_one(name: str, seconds: float) -> Offer | None:
+    """None: nobody holds it there. Raises TimeoutError: somebody does, and does not answer."""
+    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keep = False
+    try:
+        s.settimeout(seconds)
+        try:
+            s.connect(name)
+        except BlockingIOError:  # its queue is full
+            raise TimeoutError from None
+        except OSError:
+            return None
+        if _peer(s)[1] != os.getuid():
+            return None
+        packet, fds, _, _ = socket.recv_fds(s, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        if not packet:
+            return None
+        said = msgpack.unpackb(packet)
+        offer = Offer(**said, fd=fds[0] if fds else -1)
+        if offer.kind == IPC:
+            offer.connection, keep = s, True
+        return offer
+    except (ValueError, TypeError, msgpack.UnpackException, ConnectionError):
+        return None
+    finally:
+        if not keep:
+            s.close()
+
+
+def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
+    """The memory of a built segment, from one of those attached who have it.
+
+    Raises:
+        StorageLost: nobody has it any more. DeviceError: somebody may, and cannot be asked: names who and why.
+    """
+    instance, own = handle.header["instance_id"], handle.member
+    began = time.monotonic()
+    while True:
+        members = [m for m in handle.members() if m["alive"] and m["member"] != own]
+        silent = []
+        for m in members:
+            try:
+                offer = _ask_one(address_of(instance, m["member"]), ANSWER)
+            except TimeoutError:
+                silent.append(m)
+                continue
+            if offer is not None:
+                return offer
+        waited = time.monotonic() - began
+        if silent:
+            if waited > patience:
+                raise DeviceError(_silent_text(what, silent, waited))
+        elif waited > SETTLE or not members:
+            break
+        time.sleep(0.02)
+    apart = [m for m in members if not _reachable(m)]
+    if apart:
+        raise DeviceError(
+            f"the device memory of {what} cannot be asked for: {_people(apart)} may have it, but lives in another network or pid namespace "
+            "(another container), and abstract sockets do not lead there. Share the namespaces (docker: --network and --pid host, or "
+            "container:…; Kubernetes: one pod), or keep the rows in host memory"
+        )
+    raise StorageLost(
+        f"the device memory of {what} is gone: it lives as long as somebody has it open, and "
+        + (f"of those attached ({_people(members)}) nobody has" if members else "nobody is attached")
+        + ". Its rows are lost; shmbuf.destroy(name) or `shminfo rm` removes what is left. `python -m shmbuf.cuda.steward NAME` keeps "
+        "such memory while nobody else does"
+    )
+
+
+def _people(members: Iterable[dict[str, Any]]) -> str:
+    names = [f"pid {m['pid']} ({m['command']})" for m in members]
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _silent_text(what: str, silent: list[dict[str, Any]], waited: float) -> str:
+    states = {m["pid"]: segment.process_state(m["pid"]) for m in silent}
+    stopped = [m for m in silent if states[m["pid"]] in ("T", "t")]
+    who = stopped or silent
+    return (
+        f"the device memory of {what} is held by {_people(who)}, which did not answer for {waited:.1f} s: "
+        + (
+            f"stopped (kill -CONT {who[0]['pid']} lets it go on)"
+            if stopped
+            else "busy without giving up the interpreter lock?"
+        )
+        + ". Attach again"
+    )
+
+
+def _reachable(m: dict[str, Any]) -> bool:
+    """Whether a member's abstract sockets are among those seen here; also if nothing tells."""
+    if m["pid_namespace"] not in (0, segment.pid_namespace()):
+        return False
+    try:
+        return os.stat(f"/proc/{m['pid']}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return True
+
+
+def holders(handle: Any) -> list[dict[str, Any]]:
+    """For people: of each member that has the memory {pid, command, member, answers, kind, bytes, uuid, why}."""
+    instance, out = handle.header["instance_id"], []
+    for m in handle.members():
+        if not m["alive"]:
+            continue
+        entry = {"pid": m["pid"], "command": m["command"], "member": m["member"]}
+        try:
+            offer = _ask_one(address_of(instance, m["member"]), 0.3)
+        except TimeoutError:
+            out.append({**entry, "answers": False})
+            continue
+        if offer is not None:
+            offer.drop()
+            told = {"kind": offer.kind, "bytes": offer.size, "uuid": driver.uuid_text(offer.uuid), "why": offer.why}
+            out.append({**entry, "answers": True, **told})
+    return out

@@ -1,0 +1,44 @@
+"""The tests of host storages, over a device: each file in an interpreter of its own, over the stand-in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = (
+    "buffer",
+    "rings_and_tickets",
+    "priorities",
+    "edits",
+    "slices",
+    "query_buffer",
+    "replay_buffer",
+    "epochs",
+    "sequences",
+)
+FILES += ("checkpoint", "loading", "face_edit", "handles", "limiter", "pins", "rlightning_steps")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("file", FILES)
+def test_over_a_device(driver, file):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.cuda.conformance",
+        "-p",
+        "no:cacheprovider",
+        f"tests/unit/test_{file}.py",
+    ]
+    env = {**os.environ, **driver, "STANDIN_DELAY_US": "0", "SHMBUF_NATIVE": "failpoints"}
+    env = {k: v for k, v in env.items() if not k.startswith("PYTEST")}  # of this session's worker
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert " passed" in done.stdout
