@@ -208,6 +208,7 @@ ALLOWED = {
     "_extension.py": {"importlib.import_module"},
     "__init__.py": {"importlib.import_module"},
     "datasets.py": {"importlib.import_module"},
+    "rays.py": {"importlib.import_module"},
     "state.py": {"loads"},  # of shmbuf.checkpoint
     # Classes and handles on their way between Ray's actors, whose every message is a pickle; nothing of a segment.
     **{name: {"pickle", "pickle.loads"} for name in ("keeper.py", "places.py", "service.py")},
