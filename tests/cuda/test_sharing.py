@@ -43,7 +43,12 @@ def steward_of(name) -> int:
 
 
 def gone(pid) -> bool:
-    return segment.process_state(pid) in (None, "Z")
+    """And none of its threads holds its files open: the first of them may be a zombie before the others are through."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:
+        return True
+    return len(threads) < 2 and segment.process_state(pid) in (None, "Z")
 
 
 # ---- from process to process ---------------------------------------------------------------------------------------
