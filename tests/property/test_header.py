@@ -123,6 +123,7 @@ def words_of(kind: str) -> list[tuple[list[int], list[int]]]:
     """By region: the words, and those that are not 0."""
     data = whole(kind)
     places = [list(range(start, end - 7, 8)) for _, start, end in segments.regions(data)]
+    places = [words for words in places if words]  # rows on a device have no place here
     places += [segments.hot_words(data)] * (len(places) // 2)
     return [(words, [at for at in words if any(data[at : at + 8])] or words) for words in places]
 

@@ -39,7 +39,7 @@ def test_what_is_drawn_ahead_is_on_its_way_and_what_was_for_elsewhere_is_dropped
         assert devices(rb.sample(device="meta")) == {"meta"}
     assert len(rb._ahead) == 2
     rb._ahead.synchronize()
-    assert all(devices(coming.batch.result().batch[0]) == {"meta"} for _, coming in rb._ahead._queue)
+    assert all(devices(coming.result().batch[0]) == {"meta"} for _, coming in rb._ahead._queue)
     assert devices(rb.sample()) == {"cpu"}
 
 
