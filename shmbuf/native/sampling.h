@@ -74,19 +74,21 @@ struct PriorityPick {  // leaves: of the whole draw; of: its size, for strata
       const u64 cursor = load(s.control().cursor, acquire);
       tree.draw(cursor, u, m, ids + b, leaves + from + b);
       for (u64 j = b; j < b + m; ++j)
-        if (ids[j] == PriorityTree::kNowhere && !again(cursor, from + j, ids + j)) return j;
+        if (nowhere(ids[j]) && !again(cursor, from + j, ids + j)) return j;
     }
     return k;
   }
   // A draw that met sums over rows that a transaction has just evicted: another number, first of the same stratum. Many such in a
   // row: they are nearly all there is.
   bool again(u64 cursor, u64 j, u64 *id) {
-    for (int tries = 0; tries < 1000 && *id == PriorityTree::kNowhere; ++tries) {
+    for (int tries = 0; tries < 1000 && nowhere(*id); ++tries) {
       const double u = stratified && tries < 8 ? (double(j) + rng.unit()) / double(of) : rng.unit();
       tree.draw(cursor, &u, 1, id, leaves + j);
     }
-    return *id != PriorityTree::kNowhere;
+    return !nowhere(*id);
   }
+  // Also a row that has never been stored: its leaf is damaged. The cursor passes a row before its leaf is published.
+  bool nowhere(u64 id) const { return id >= load(s.control().cursor, acquire); }
 };
 
 template <class Host> class Sampling {
