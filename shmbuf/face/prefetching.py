@@ -99,6 +99,10 @@ class _Threads:
         for queue in (self.draws, *[self.finishes] * (len(self._ended) - 1)):
             queue.put(None)
 
+    def left(self) -> None:
+        """Nobody asks any more: collected, perhaps by one of them, so nobody waits for them; or the interpreter ends, which does."""
+        self.tell_to_end() if threading.main_thread().is_alive() else self.end()
+
     def end(self) -> None:
         """When they have done what waits for them."""
         if self._pid != os.getpid():
@@ -169,7 +173,10 @@ class Prefetcher:
             self._turns += 1
             turn = self._turns
             self._require_open()
-            self._started().draws.put(self._begin)
+            try:
+                self._started().draws.put(self._begin)
+            except RuntimeError:  # as in _submit
+                self._begin()
         first = True
         try:
             while True:
@@ -225,7 +232,7 @@ class Prefetcher:
             threads = self._threads = _Threads(min(self.depth, _FINISHERS))
             try:
                 threads.start()
-                self._end = weakref.finalize(self, threads.end)  # also at the end of the interpreter
+                self._end = weakref.finalize(self, threads.left)
             except BaseException:
                 self._threads = None
                 threads.tell_to_end()
@@ -236,10 +243,11 @@ class Prefetcher:
         try:
             threads = self._started()
         except RuntimeError:  # the interpreter is ending and has no more threads: who still samples draws by himself
-            self._draw_one(coming)
-            if coming.drawn is not None:
-                self._finish_one(coming)
-            return
+            try:
+                coming.drawn = self._drawn(coming.within)  # nobody else knows of it yet, and the lock is held
+            except BaseException as e:
+                return coming.settle(e)
+            return self._finish_one(coming)
 
         def draw() -> None:
             self._draw_one(coming)

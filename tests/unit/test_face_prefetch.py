@@ -179,3 +179,15 @@ def test_batches_that_are_dropped_are_given_back_to_the_limiter(ahead, make_name
     }[drop]()
     assert other.buffer.limiter_state()["sampled"] == 4
     other.close()
+
+
+def test_where_no_thread_is_to_be_had_who_samples_draws(ahead, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    rb = ahead(2)
+    rb.extend(rows(0, 9))
+    monkeypatch.setattr("shmbuf.face.prefetching._thread.start_new_thread", refuse)
+    assert [len(rb.sample()) for _ in range(4)] == [4] * 4 and len(next(iter(rb))) == 4
+    monkeypatch.undo()
+    assert len(rb.sample()) == 4
