@@ -130,8 +130,8 @@ def dumps(
     """Save a replay buffer into the directory ``path``, so that TorchRL can read it, too.
 
     It holds the rows of one instant, while others may go on writing: rows they overwrite before they are copied are left out, always the
-    oldest. Rows still in rings are not saved. The directory appears at once and whole: a kill at any moment leaves what was there
-    before, or the new one. Missing parents are made.
+    oldest. If none is left, a newer instant is saved, at last with ``complete``. Rows still in rings are not saved. The directory appears
+    at once and whole: a kill at any moment leaves what was there before, or the new one. Missing parents are made.
 
     Args:
         complete: keep all rows of the instant: writers that need the room wait, at most ``timeout`` seconds.
@@ -142,7 +142,7 @@ def dumps(
 
     Raises:
         RuntimeError: nothing has ever been put. CheckpointError: the place is taken by something else. OSError: no room: what
-        was there is unchanged. Lapped: with ``complete``, writers were waiting for longer than ``timeout``.
+        was there is unchanged. Lapped: writers were waiting, with ``complete`` or because all else was lost, for longer than ``timeout``.
     """
     more = _More(rb)
     return dump_buffer(

@@ -1,8 +1,9 @@
 """The rows of one instant, copied into files while others write. No torch here.
 
 The instant is the moment when the end of the window is read. Its rows can only fall off, the oldest first, and only before they were
-copied: those are left out, and whoever asks is told how many. So what is saved is a whole suffix of what was stored then. A row that is
-edited meanwhile is saved as it was or as it became, whole.
+copied: those are left out, and whoever asks is told how many. So what is saved is a whole suffix of what was stored then. If none is
+left, a newer instant is saved, at last one whose rows writers have to leave. A row that is edited meanwhile is saved as it was or as it
+became, whole.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shmbuf.schema import Key, Schema
 BLOCK_BYTES = 8 << 20
 MAX_BLOCK_ROWS = 1 << 18
 PATIENCE = 10.0
+INSTANTS = 3  # the last one behind a pin
 
 
 class Copied(NamedTuple):
@@ -83,6 +85,13 @@ class _Copy:
         self.out = [np.empty((self.block, max(c.nbytes, 1)), np.uint8) for c in schema.columns]
 
     def run(self, complete: bool, timeout: float, paths: list[Path]) -> Copied:
+        for left in reversed(range(INSTANTS)):
+            copied = self._instant(complete or not left, timeout, paths)
+            if not copied.lost or copied.end > copied.first:
+                break
+        return copied
+
+    def _instant(self, complete: bool, timeout: float, paths: list[Path]) -> Copied:
         buf, capacity = self.buf, self.buf.capacity
         with self._pinned(complete, timeout):
             counters, limiter = self._figures()

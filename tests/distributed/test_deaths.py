@@ -15,10 +15,12 @@ from shmbuf import PrioritizedSampler, RandomSampler, ShardedReplayBuffer, ShmSt
 from shmbuf.distributed.joining import patiently
 from tests.distributed.helpers import extend, kill_actor, restarted, rows, there, until, whole
 
+FAR = 100_000  # more rows than a collector puts before it is killed
+
 
 def make(name, **kw):
     kw.setdefault("sampler", PrioritizedSampler(alpha=1.0, beta=0.5))
-    storage = ShmStorage(1000, name=name)
+    storage = ShmStorage(kw.pop("max_size", 1000), name=name)
     return ShardedReplayBuffer(storage=storage, batch_size=32, seed=5, remote_timeout=3.0, **kw)
 
 
@@ -134,9 +136,9 @@ def test_a_shards_actor_is_killed_and_nothing_is_lost(cluster, buffer_name):
 
 
 def test_a_collector_is_killed(cluster, buffer_name):
-    rb = make(buffer_name, nodes=[cluster.here, cluster.others[0]])
+    rb = make(buffer_name, nodes=[cluster.here, cluster.others[0]], max_size=FAR)  # none is overwritten
     working = [
-        collector(node, rb, 1000 * i) for i, node in enumerate([cluster.others[0], cluster.others[0], cluster.here])
+        collector(node, rb, FAR * i) for i, node in enumerate([cluster.others[0], cluster.others[0], cluster.here])
     ]
     ray.get([w.go_on.remote(5) for w in working])
     for w in working[:2]:
@@ -148,8 +150,8 @@ def test_a_collector_is_killed(cluster, buffer_name):
         assert drawn_shards(rb) <= {0, 1}
         assert ray.get(working[2].go_on.remote(3), timeout=60)
     k = rb.shard(1)[:]["k"]
-    for first in (0, 1000):
-        mine = k[(k >= first) & (k < first + 1000)]
+    for first in (0, FAR):
+        mine = k[(k >= first) & (k < first + FAR)]
         assert torch.equal(mine.sort().values, torch.arange(first, first + len(mine))), "each row once, without a gap"
     rb.shutdown()
 

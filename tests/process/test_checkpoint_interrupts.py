@@ -29,6 +29,7 @@ def test_at_every_point_of_what_opens_files(buf, tmp_path, where):
     dump_buffer(buf, path)
     n, wrong = 0, []
     while True:
+        gc.collect()  # what earlier tests left open
         n, before = n + 1, files()
         at, error = at_point(n, lambda: dump_buffer(buf, path), where)
         if not at:
@@ -60,6 +61,7 @@ def test_while_the_old_one_is_removed(buf, tmp_path, monkeypatch, nth):
         remove(*a, **kw)
 
     dump_buffer(buf, path)
+    gc.collect()  # what earlier tests left open
     before = files()
     monkeypatch.setattr(shutil, "rmtree", interrupted)
     for _ in range(3):

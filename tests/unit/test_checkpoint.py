@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, CheckpointError
+from shmbuf import Buffer, CheckpointError, RingFull
 from shmbuf.checkpoint import directories, dump_buffer, load_buffer, snapshot
 from shmbuf.checkpoint.reading import Checkpoint
 from tests.unit.helpers import numbers, rows, same, stored
@@ -227,7 +227,34 @@ def test_a_buffer_emptied_meanwhile_is_an_empty_checkpoint(make, tmp_path, monke
     a.extend(rows(0, 50))
     during(monkeypatch, a.empty)
     saved = dump_buffer(a, tmp_path / "c")
-    assert (saved.rows, saved.lost) == (0, 50)
+    assert (saved.rows, saved.lost) == (0, 0)
+
+
+@pytest.mark.parametrize("times, first_id", [(1, 200), (2, 300), (100, 300)])
+def test_who_overwrites_all_rows_of_an_instant_makes_no_empty_checkpoint(
+    make, tmp_path, monkeypatch, small_blocks, times, first_id
+):
+    """A newer instant is saved; after two of them writers wait."""
+    a = make(100, full="error")
+    at = 0
+
+    def put() -> None:
+        nonlocal at
+        for _ in range(2 if at < 100 * (times + 1) else 0):
+            with contextlib.suppress(RingFull):  # behind a pin
+                a.put(rows(at, 50), timeout=0)
+                at += 50
+                a.drain()
+
+    put()
+
+    during(monkeypatch, put)
+    saved = dump_buffer(a, tmp_path / "c")
+    monkeypatch.undo()
+    assert (saved.rows, saved.lost, saved.first_id, saved.end_id) == (100, 0, first_id - 100, first_id)
+    b = make(100)
+    load_buffer(b, tmp_path / "c")
+    assert numbers(b) == list(range(first_id - 100, first_id))
 
 
 def test_complete_makes_writers_wait(make, tmp_path, monkeypatch, small_blocks):
