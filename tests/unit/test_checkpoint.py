@@ -284,12 +284,25 @@ def test_paths(make, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "real").mkdir()
     os.symlink("real", tmp_path / "link")
-    for path in ("plain", "plain", "with space/deep/er", "empty", "link", str(tmp_path / "absolute") + "/"):
+    long = ["x" * 255, "x" * 254 + "y", "ü" * 127]  # as many bytes as a name may have
+    for path in ("plain", "plain", "with space/deep/er", "empty", "link", str(tmp_path / "absolute") + "/", *long):
         dump_buffer(a, path)
         load_buffer(b, path)
         assert numbers(b) == list(range(9))
     assert (tmp_path / "link").is_symlink()
     assert not [p for p in tmp_path.rglob(".*shmbuf-*")]
+
+
+def test_places_that_cannot_be(make, tmp_path):
+    a = make()
+    a.extend(rows(0, 9))
+    os.symlink(tmp_path / "b", tmp_path / "a")
+    os.symlink(tmp_path / "a", tmp_path / "b")
+    for bad, why in (("a", "symbolic link"), ("x" * 256, "too long"), ("x" * 5000, "too long"), ("nu\0l", "null")):
+        for call in (dump_buffer, load_buffer):
+            with pytest.raises(CheckpointError, match=why):
+                call(a, tmp_path / bad)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(make, tmp_path):
