@@ -165,6 +165,16 @@ native.set_long_wait(_long_wait, LONG_WAIT)
 
 
 def writer_text(buffer: Attachment) -> str:
+    """Who moves rows out of the rings, or why this process does not."""
+    error = buffer._handle.device_error
+    return (
+        f"this process cannot write to the device now ({error}); {_holder_text(buffer)}"
+        if error
+        else _holder_text(buffer)
+    )
+
+
+def _holder_text(buffer: Attachment) -> str:
     c = buffer._call("counters")
     pid = c["writer_pid"]
     if not c["writer_active"]:

@@ -199,16 +199,20 @@ class Handle {
     if (Status s = open_producer(); s != Status::ok) return s;
     if (!s_.device) throw DeviceError("the rows of this buffer lie in the segment: only arrays of the host can be put");
     if (!s_.device->mapped()) throw DeviceError(s_.device->why_not(), true);
+    if (device_ring_lost_)
+      throw DeviceError("an earlier put of this handle failed, and its device may still be writing to its ring: attach anew, in a new process if its context is of no more use");
     if (Status s = open_device_ring(); s != Status::ok) return s;
     std::vector<Packed> part(columns, columns + n_columns);
     return put_records(extras, n_rows, full, deadline, wake, true, ticket, check, [&](u64 from, u64 n) {
       for (u64 c = 0; c < n_columns; ++c) part[c].address = columns[c].address + from * columns[c].stride;
+      const u64 unsettled = s_.device->unsettled();
       try {
         return producer_.publish_device(extras, from, n, [&](u64 at) {
           DeviceMover(*s_.device).fill_ring(u32(slot_), u32(device_ring_), at, n, part.data(), n_columns, after);
         });
-      } catch (...) {  // nothing of this record was put; the mover has waited for what it began
-        store(producer_.slot().device_since, u64(0), release);
+      } catch (...) {  // nothing of this record was put
+        if (s_.device->unsettled() == unsettled) store(producer_.slot().device_since, u64(0), release);  // the mover has waited for what it began
+        else device_ring_lost_ = true;
         throw;
       }
     });
@@ -692,7 +696,7 @@ class Handle {
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1, device_ring_ = -1;
   std::unique_ptr<DeviceRows> device_;
-  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
+  bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false, device_ring_lost_ = false;
   std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};
   std::atomic<u32> building_{0};  // the thread
   std::atomic<u32> uses_{0};

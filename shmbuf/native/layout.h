@@ -84,7 +84,7 @@ struct Priorities {
   u64 applied, stale, scrubs;     // rows                                                                          anyone
 };
 
-// Who may have copies or kernels under way that nobody has waited for yet: whoever is killed leaves it there (device_work.h).
+// Who may have copies or kernels under way that nobody has waited for yet: whoever is killed leaves it there (registry.h).
 struct DeviceWork {
   u64 since_ns;                   // CLOCK_MONOTONIC; 0: none. Stored after the rest
   u64 pid_namespace, start_ticks;

@@ -8,7 +8,7 @@
 // end of its slice.
 //
 // Where rows lie in device memory, only a handle that maps them takes the role, and none before what a dead holder had under way
-// there is over (registry.h); one whose device fails gives it back and leaves the plan as it is.
+// there is over (registry.h); one whose device fails gives it back and leaves the plan as it is, for others and for a later try.
 #pragma once
 #include "registry.h"
 #include "transaction.h"
@@ -70,13 +70,14 @@ class WriterRole {
       bool met = false;
       bool moved = false;
       bool failed = false;
+      const u64 unsettled = s_.device ? s_.device->unsettled() : 0;
       try {
         Writer writer(s_, fd_, &pin_flags, &me_);
         if (writer.take_over() && after_death_) bump<u64>(s_.control().takeovers, 1);
         while (!(met = enough()) && (!s_.device || s_.device->writes()) && writer.step()) moved = true;
       } catch (const DeviceError &e) {
-        s_.device->failed(e.what());
-        store(s_.control().device_work.since_ns, u64(0), release);  // the writer has waited for its stream, or there is none any more
+        s_.device->failed(e);
+        if (s_.device->unsettled() == unsettled) store(s_.control().device_work.since_ns, u64(0), release);  // the writer has waited for its stream
         failed = true;
       }
       if (moved) out = Outcome::worked;

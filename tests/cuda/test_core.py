@@ -1,8 +1,6 @@
-"""The core over the driver: order with the caller's streams, his context, handles without the rows, a device that fails."""
+"""The core over the driver: order with the caller's streams, his context, handles without the rows."""
 
 from __future__ import annotations
-
-import pytest
 
 BEGIN = """
 import ctypes, os, sys
@@ -163,43 +161,6 @@ for x in (b, two, three):
 destroy(name)
 """,
         name,
-    )
-
-
-@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync=700", "cuEventSynchronize=700", "cuStreamCreate=2"])
-def test_a_writer_whose_device_fails_leaves_the_work_to_others(over, name, call):
-    over(
-        BEGIN
-        + """
-import subprocess
-b = Buffer.create(name, 100, schema={"k": "int64"}, drain="caller", device="cuda:0")
-victim = '''
-import os, sys
-import numpy as np
-from shmbuf import Buffer
-from shmbuf.errors import DeviceError
-b = Buffer.attach(sys.argv[1])
-os.environ["STANDIN_FAIL"] = sys.argv[2]
-t = b.put({"k": np.arange(7)})
-assert b._handle.help() == 0 and "CUDA_ERROR" in b._handle.device_error, b._handle.device_error
-assert b._handle.help() == 0 and not b._handle.try_take_role()
-try:
-    b.gather([0])
-    raise AssertionError
-except DeviceError as e:
-    assert "CUDA_ERROR" in str(e)
-print("failed", flush=True)
-assert len(t.wait(30)) == 7  # somebody else stored them
-'''
-b.extend({"k": np.arange(2)})
-p = subprocess.Popen([sys.executable, "-c", victim, name, sys.argv[2]], stdout=subprocess.PIPE)
-assert p.stdout.readline() == b"failed\\n"
-assert b.drain() and (b.gather(range(2, 9))["k"] == np.arange(7)).all()
-assert p.wait(60) == 0
-b.close(); destroy(name)
-""",
-        name,
-        call,
     )
 
 
