@@ -167,6 +167,8 @@ class Handle {
 
   // ---- device rows ----
   DeviceRows *device() const { return s_.device; }
+  u64 ring_tries() const { return ring_tries_; }  // of getting a device ring, and naps during these
+  u64 ring_naps() const { return ring_naps_; }
   void map_device(u64 address, u64 bytes, u64 context) {
     if (!ready() || !s_.device) throw DeviceError(ready() ? "the rows of this buffer lie in the segment" : "the buffer has no rows yet");
     s_.device->map(address, bytes, context);
@@ -528,10 +530,17 @@ class Handle {
     if (device_ring_ >= 0) return Status::ok;
     std::lock_guard<std::mutex> guard(mutex_);
     Registry registry(s_, lock_fd_);
-    // As in open_producer: the dead and the closed hold theirs until they are drained and swept.
+    const u64 began = now_ns(), state = registry.state_of_all();
+    if (state == refused_state_ && began < refused_until_) return Status::no_device_ring;  // he puts by way of the host: not at the price of this for each put
+    ++ring_tries_;
+    // As in open_producer: the dead and the closed hold theirs until they are drained and swept. Where there are none, nothing will change.
     for (int tries = 0; !registry.claim_device_ring(u32(slot_)); ++tries) {
-      if (tries == 500 || (tries >= 20 && !registry.any_without_owner(slot_))) return Status::no_device_ring;
-      if (tries >= 2) nap(1'000'000);
+      if (tries == 500 || !registry.any_without_owner(slot_)) {
+        const u64 now = now_ns();
+        refused_state_ = registry.state_of_all(), refused_until_ = now + std::max<u64>(1'000'000'000, 20 * (now - began));
+        return Status::no_device_ring;
+      }
+      if (tries >= 2) ++ring_naps_, nap(1'000'000);
       help();
       registry.sweep(slot_);
     }
@@ -548,7 +557,7 @@ class Handle {
     if (!registry.any_free()) registry.sweep(slot_);  // a ring that was closed is taken before a new one, also where no thread sweeps
     auto got = registry.claim_slot(me_, index);
     // The dead and the closed hold slots until these are drained and swept, perhaps by somebody who is at it just now.
-    for (int tries = 0; got == Registry::Claim::none_free && tries < 500 && (tries < 20 || registry.any_without_owner(slot_)); ++tries) {
+    for (int tries = 0; got == Registry::Claim::none_free && tries < 500 && (tries < 20 || registry.any_without_owner(slot_) || registry.any_free()); ++tries) {
       if (tries >= 2) nap(1'000'000);
       help();
       registry.sweep(slot_);
@@ -695,6 +704,7 @@ class Handle {
   u8 *file_ = nullptr;
   u64 file_bytes_ = 0;
   int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1, device_ring_ = -1;
+  u64 refused_state_ = 0, refused_until_ = 0, ring_tries_ = 0, ring_naps_ = 0;  // of a device ring
   std::unique_ptr<DeviceRows> device_;
   bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false, device_ring_lost_ = false;
   std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};

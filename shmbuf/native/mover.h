@@ -97,6 +97,8 @@ class DeviceRows {
     std::lock_guard<std::mutex> guard(mutex_);
     error_.clear(), patience_ = 0, retry_at_.store(0, relaxed);
   }
+  // Whether rows have been edited since this handle looked last: then who gathers had better look at each row's stripe from the start.
+  bool edits_moved(u64 word) { return edits_seen_.exchange(word, relaxed) != word; }
   // How often device work was begun here of which nobody knows whether it is over: the words that tell of it stay as they are.
   u64 unsettled() const { return unsettled_.load(acquire); }
   std::string error() {
@@ -161,7 +163,7 @@ class DeviceRows {
   const Segment &s_;
   std::atomic<u32> state_{0};  // mapped | how many use it
   std::atomic<bool> broken_{false};
-  std::atomic<u64> retry_at_{0}, unsettled_{0};
+  std::atomic<u64> retry_at_{0}, unsettled_{0}, edits_seen_{0};
   u64 patience_ = 0;
   const cuda::Driver *driver_ = nullptr;
   cuda::Context context_ = nullptr;
@@ -223,6 +225,7 @@ class DeviceMover {
   }
   void begin(const Owner &me) {
     DeviceWork &w = s_.control().device_work;
+    store(w.dead_ns, u64(0), relaxed);
     w.pid = me.pid, w.start_ticks = me.start_ticks, w.pid_namespace = me.pid_namespace;
     store(w.since_ns, now_ns(), release);
   }
@@ -338,13 +341,16 @@ class DeviceMover {
     const u64 words = align_up(n * 4, 256), all = with_places ? 2 * words : words;
     u8 *host = lane_->host(all + bytes);
     auto *slot = reinterpret_cast<u32 *>(host), *at = reinterpret_cast<u32 *>(host + words);
-    for (u64 j = 0; j < n; ++j) slot[j] = u32(id(j) % s_.capacity);
+    const SlotOf slot_of(s_);
+    for (u64 j = 0; j < n; ++j) slot[j] = u32(slot_of(id(j)));
+    staged_ = slot;
     if (with_places)
       for (u64 j = 0; j < n; ++j) at[j] = place(j);
     slots_ = lane_->device(all), places_ = with_places ? slots_ + words : 0;
     check(d().host_to_device(slots_, host, all, lane_->stream), "cuMemcpyHtoDAsync");
     return host + all;
   }
+  u32 staged(u64 j) const { return staged_[j]; }  // the slots of the last stage()
   void check(cuda::Result r, const char *what) const { d_.driver_->check(r, what); }
   const cuda::Driver &d() const { return *d_.driver_; }
 
@@ -373,6 +379,7 @@ class DeviceMover {
   std::optional<cuda::Current> current_;
   std::unique_ptr<cuda::Lane> lane_;
   u64 slots_ = 0, places_ = 0;  // of what was staged last
+  const u32 *staged_ = nullptr;
   u64 sent_ = 0, short_ = 0, short_to_ = 0;  // bytes of pinned memory under way; collected behind them; where to
 };
 

@@ -31,8 +31,8 @@ class WriterRole {
     }
     Control &c = s_.control();
     if (s_.device) {
-      const DeviceWork &w = c.device_work;
-      if (!device_work_over(load(w.since_ns, acquire), w.pid, w.start_ticks, w.pid_namespace)) {
+      DeviceWork &w = c.device_work;
+      if (!device_work_over(load(w.since_ns, acquire), w.dead_ns, w.pid, w.start_ticks, w.pid_namespace)) {
         unlock_byte(fd_, kLockWriter);
         taken_.store(false, release);
         return false;

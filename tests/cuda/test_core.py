@@ -164,6 +164,42 @@ destroy(name)
     )
 
 
+def test_who_gets_no_device_ring_does_not_ask_for_it_at_each_put(over, name):
+    """Nor naps, where nobody is dead or closed: a slot that is free is nobody's."""
+    over(
+        BEGIN
+        + """
+import time
+b = Buffer.create(name, 100, schema={"k": "int64"}, drain="caller", device="cuda:0", device_rings=1, max_collectors=8)
+k = np.arange(3)
+def put(x):
+    return x.submit_device([(0, 8, k.ctypes.data)], 3, False, 20.0, lambda ids, n: ids, (None, None), 0)
+one, two, three = (Buffer.attach(name) for _ in range(3))
+assert put(one) is not None
+for x in (two, three):
+    x.extend({"k": k})
+two.close(); b._handle.sweep()
+assert len(b.collectors()) == 2
+began = time.monotonic()
+for _ in range(5):
+    assert put(three) is None and len(three.extend({"k": k})) == 3
+tries, naps = three._handle.device_ring_tries
+assert naps == 0, naps
+assert tries == 1 or time.monotonic() - began > 0.9, tries
+two = Buffer.attach(name); two.extend({"k": k})  # others come, and go: it asks again, each time once
+for _ in range(5):
+    assert put(three) is None
+assert three._handle.device_ring_tries[0] <= tries + 1 or time.monotonic() - began > 0.9
+one.close()
+assert len(put(three).wait(20)) == 3
+for x in (b, two, three):
+    x.close()
+destroy(name)
+""",
+        name,
+    )
+
+
 def test_more_rows_than_one_kernel_takes(over, name):
     over(
         BEGIN
