@@ -171,7 +171,7 @@ class Handle {
   u64 ring_naps() const { return ring_naps_; }
   void map_device(u64 address, u64 bytes, u64 context) {
     if (!ready() || !s_.device) throw DeviceError(ready() ? "the rows of this buffer lie in the segment" : "the buffer has no rows yet");
-    s_.device->map(address, bytes, context);
+    s_.device->map(address, bytes, context, own_entry() ? &own_entry()->device_error : nullptr);
     add_role(kOnDevice);
   }
   void unmap_device() {

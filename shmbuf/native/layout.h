@@ -185,6 +185,7 @@ struct Member {
   alignas(128) u64 sampled_batches;
   u64 sampled_rows, waiting_since_ns;
   u32 waits_for;                  // Waits; of threads of one handle the last that went to sleep
+  u32 device_error;               // the driver's number for why it cannot write to the device now; 0: it can
 };
 static_assert(sizeof(Member) == 256);
 

@@ -31,7 +31,8 @@ class DeviceRows {
   ~DeviceRows() { unmap(); }
   DeviceRows(const DeviceRows &) = delete;
 
-  void map(u64 address, u64 bytes, u64 context) {  // of the allocation; the context is the caller's, and outlives the mapping
+  // Of the allocation; the context is the caller's, and outlives the mapping. told: where others see why nothing can be written, or null.
+  void map(u64 address, u64 bytes, u64 context, u32 *told) {
     std::lock_guard<std::mutex> guard(mutex_);
     if (state_.load(relaxed) & kMapped) throw DeviceError("the rows are mapped already: unmap_rows() first");
     const Built &b = s_.header().built;
@@ -45,7 +46,7 @@ class DeviceRows {
     kernels_ = &Kernels::of(*driver_, context_);
     writers_ = std::make_unique<cuda::Lane>(*driver_);
     writers_->host(std::clamp(s_.row_bytes + 512, kStaged, kKept)), writers_->device(kStaged / 2);
-    address_ = address, error_.clear(), broken_.store(false, relaxed), retry_at_.store(0, relaxed), patience_ = 0;
+    address_ = address, error_.clear(), broken_.store(false, relaxed), retry_at_.store(0, relaxed), patience_ = 0, told_ = told;
     registered_.assign(s_.header().max_collectors, 0);
     state_.fetch_or(kMapped, release);
   }
@@ -65,6 +66,7 @@ class DeviceRows {
       for (auto &lane : lanes_) (void)lane.release();
     }
     lanes_.clear(), registered_.clear();
+    if (told_) store(*told_, 0u, relaxed);
     address_ = 0;
   }
   void after_fork() {  // async-signal-safe: nothing of the driver's may be touched in the child
@@ -85,6 +87,7 @@ class DeviceRows {
   void failed(const DeviceError &e) {
     std::lock_guard<std::mutex> guard(mutex_);
     error_ = e.what();
+    if (told_) store(*told_, u32(e.code ? e.code : kUnknown), relaxed);
     if (cuda::is_final(e.code)) {
       error_ += ": this process's context is of no more use, begin it anew";
       return broken_.store(true, relaxed);
@@ -96,6 +99,7 @@ class DeviceRows {
     if (!retry_at_.load(relaxed)) return;
     std::lock_guard<std::mutex> guard(mutex_);
     error_.clear(), patience_ = 0, retry_at_.store(0, relaxed);
+    if (told_) store(*told_, 0u, relaxed);
   }
   // Whether rows have been edited since this handle looked last: then who gathers had better look at each row's stripe from the start.
   bool edits_moved(u64 word) { return edits_seen_.exchange(word, relaxed) != word; }
@@ -123,6 +127,7 @@ class DeviceRows {
   static constexpr u64 kPinned = 1;
   static constexpr u64 kStaged = 8u << 20;  // bytes that go through pinned memory at a time
   static constexpr u64 kKept = 64u << 20, kLanes = 4;  // staging of a lane, and lanes, that are kept for the next one
+  static constexpr int kUnknown = 999;
   static constexpr u64 kSoon = 10'000'000, kLate = 1'000'000'000;  // from an error to the next try
   static std::string forked_text() {
     return "the rows lie in device memory, and CUDA does not survive fork(): this process was forked by one that had used the device. Start it with "
@@ -165,6 +170,7 @@ class DeviceRows {
   std::atomic<bool> broken_{false};
   std::atomic<u64> retry_at_{0}, unsettled_{0}, edits_seen_{0};
   u64 patience_ = 0;
+  u32 *told_ = nullptr;
   const cuda::Driver *driver_ = nullptr;
   cuda::Context context_ = nullptr;
   const Kernels *kernels_ = nullptr;

@@ -144,7 +144,7 @@ class Registry {  // call with the handle's registry mutex held
         fence(release);
         m.owner = me;
         store(m.roles, roles, relaxed);
-        store(m.slot_plus_1, 0u, relaxed), store(m.waits_for, u32(kNothing), relaxed);
+        store(m.slot_plus_1, 0u, relaxed), store(m.waits_for, u32(kNothing), relaxed), store(m.device_error, 0u, relaxed);
         store(m.sampled_batches, u64(0), relaxed), store(m.sampled_rows, u64(0), relaxed);
         store(m.word, make_word(word_incarnation(word) + 1, kActive), release);
         return int(i);

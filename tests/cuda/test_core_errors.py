@@ -66,10 +66,15 @@ while b._handle.device_error is None:
     b._handle.help()
 assert "CUDA_ERROR" in b._handle.device_error or "CUDA error" in b._handle.device_error
 text = failures.held_up_text(b)
+other = Buffer.attach(name, readonly=True)
+said = failures.held_up_text(other)
+assert f"pid {os.getpid()}" in said and f"cannot write to the device now: CUDA error {sys.argv[2].split('=')[1]}" in said, said
+other.close()
 assert "this process cannot write to the device now (cu" in text and sys.argv[2].split("=")[0] in text, text
 os.environ["STANDIN_FAIL"] = ""
 t.wait(60)
-assert b._handle.device_error is None and "the device" not in failures.held_up_text(b)
+assert b._handle.device_error is None and "the device" not in failures.held_up_text(b), failures.held_up_text(b)
+assert not any(m["device_error"] for m in b.members())
 if "Launch" in sys.argv[2]:
     assert (b.gather(ids)["k"] == np.arange(50, 70)).all()
 else:

@@ -51,6 +51,16 @@ def gone(pid) -> bool:
     return len(threads) < 2 and segment.process_state(pid) in (None, "Z")
 
 
+def test_memory_of_a_steward_is_whole_blocks(begin, name):
+    """An IPC handle opens the driver's whole block to others: nothing else of its maker lies in it."""
+    maker = begin(MAKER, name, STANDIN_VMM="0")
+    assert line(maker) == "made"
+    handle = segment.attach(name, watch=True)
+    assert handle.header["device_kind"] == 2 and handle.header["device_bytes"] == 2 << 20
+    handle.close()
+    assert ask(maker, "stored(b)") == TEN
+
+
 # ---- from process to process ---------------------------------------------------------------------------------------
 
 
