@@ -110,11 +110,11 @@ inline bool device_work_over(u64 since_ns, u64 &dead_ns, u32 pid, u64 start_tick
   if (!since_ns) return true;
   const u64 now = now_ns();
   if (!load(dead_ns, relaxed)) store(dead_ns, now, relaxed);
-  const u64 dead = now - load(dead_ns, relaxed), age = now - since_ns;  // of a damaged word: ages
+  const u64 dead = now - load(dead_ns, relaxed);  // of a damaged word: ages
   if (dead > kDeviceStuck) return true;
   struct stat st;
   const bool seen = stat("/proc/self/ns/pid", &st) == 0 && st.st_ino == pid_namespace;
-  return age > kDeviceLands && (seen ? process_over(pid, start_ticks) : dead > kDeviceUnseen);
+  return dead > kDeviceLands && (seen ? process_over(pid, start_ticks) : dead > kDeviceUnseen);
 }
 
 inline bool has_device_ring(const Segment &s, u32 slot) {

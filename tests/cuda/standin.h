@@ -155,7 +155,7 @@ struct Stream {
   std::mutex m;
   std::condition_variable cv, idle_cv;
   std::deque<std::function<void()>> queue;
-  bool busy = false, stop = false;
+  bool busy = false, stop = false, alone = false;
   std::shared_ptr<Capture> capture;  // what is given to it becomes part of a graph, and is not done
   std::thread thread;
   Stream() : thread([this] { run(); }) {}
@@ -176,8 +176,9 @@ struct Stream {
       busy = false;
       idle_cv.notify_all();
     }
+    const bool last = alone;
     lock.unlock();
-    delete this;
+    if (last) delete this;
   }
   void push(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(m);
@@ -187,7 +188,15 @@ struct Stream {
   }
   bool idle() { std::lock_guard<std::mutex> lock(m); return queue.empty() && !busy; }
   void wait() { std::unique_lock<std::mutex> lock(m); idle_cv.wait(lock, [&] { return queue.empty() && !busy; }); }
-  void end() { std::lock_guard<std::mutex> lock(m); thread.detach(), stop = true, cv.notify_one(); }  // when its work is done
+  void end() {  // when its work is done: nobody waits for that
+    std::unique_lock<std::mutex> lock(m);
+    stop = true, alone = busy || !queue.empty();
+    if (alone) thread.detach();
+    const bool done = !alone;
+    cv.notify_one();
+    lock.unlock();
+    if (done) thread.join(), delete this;
+  }
 };
 auto &g_streams = *new std::vector<Stream *>;  // the first: the null stream. Leaked at exit, like their threads.
 Stream *stream_of(void *handle) {

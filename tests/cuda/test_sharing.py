@@ -317,10 +317,10 @@ def test_a_fork_child_that_lives_on_keeps_no_memory_and_holds_nobody_up(begin, n
     assert line(maker) == "made"
     child = int(ask(maker, "child"))
     try:
-        assert device_files(maker.pid) == 2
+        assert device_files(maker.pid) == 3  # the driver has its own of them, and of what it stages
         maker.kill()
         maker.wait()
-        until(lambda: device_files(child) == 1)  # the driver's own
+        until(lambda: device_files(child) == 2)  # the driver's own
         user = begin(USER, name)
         user.stdout.readline()
         user.wait(60)
