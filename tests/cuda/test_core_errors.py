@@ -69,6 +69,14 @@ text = failures.held_up_text(b)
 other = Buffer.attach(name, readonly=True)
 said = failures.held_up_text(other)
 assert f"pid {os.getpid()}" in said and f"cannot write to the device now: CUDA error {sys.argv[2].split('=')[1]}" in said, said
+if "cuMemcpy" in sys.argv[2]:
+    import contextlib, io
+    from shmbuf import cli
+    os.environ["COLUMNS"] = "250"
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        cli.main(["show", name])
+    assert "cannot write to the device: CUDA error 2" in " ".join(shown.getvalue().split()), shown.getvalue()
 other.close()
 assert "this process cannot write to the device now (cu" in text and sys.argv[2].split("=")[0] in text, text
 os.environ["STANDIN_FAIL"] = ""
