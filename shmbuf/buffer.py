@@ -174,6 +174,10 @@ class Buffer(Trajectories, Epochs, Edits):
                 t = self._call("put_tree", columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
+        if (
+            t.status and self._help() and _STATUS[t.status] == "none_free"
+        ):  # the rings of those who left wait to be drained
+            return self.submit(columns, rows, n, wake, timeout, tensors, convert, extras, loaded)
         ticket = Ticket(t, self, convert)
         if t.status:
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
@@ -239,6 +243,7 @@ class Buffer(Trajectories, Epochs, Edits):
         return int(began)
 
     def _clear(self, keep_write_count: bool, timeout: float | None, restart: tuple[int, int] | None = None) -> Ticket:
+        self._help()
         t = self._call("clear", keep_write_count, seconds_of(timeout), restart)
         ticket = Ticket(t, self, same_ids)
         if t.status != _OK:
@@ -252,6 +257,9 @@ class Buffer(Trajectories, Epochs, Edits):
 
     def drain(self) -> bool:
         """Move what the rings hold into the buffer now, unless somebody else is at it. True: at least one record moved."""
+        if self._place.wish is not None:
+            self._get("ready")  # a fork child attaches anew here
+            self._place.map(self._bare)
         return self._call("help") == 2
 
     def __repr__(self) -> str:

@@ -346,13 +346,14 @@ class Reading(Attachment):
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
         status, since = "timeout", time.monotonic()
         while self._place.wish is not None and not self._get("ready") and status == "timeout":
-            # Whoever waits helps, if he has the rows: these are mapped as soon as there are any.
+            # Whoever waits helps, if nobody else does and he has the rows: in short turns until there are any.
             left = seconds_of(left_of(timeout, since))
             status = _STATUS[self._call("wait_rows", n, left if 0 <= left < 0.02 else 0.02)]
             if left == 0:
                 break
         if self._place.wish is not None:
             self._have_rows()
+            self._help()
         status = _STATUS[self._call("wait_rows", n, seconds_of(left_of(timeout, since)))]
         if status == "timeout":
             have = len(self)
