@@ -54,7 +54,7 @@ def wish(device: Any, rings: int = 1) -> Wish | None:
         found = driver.by_uuid(driver.uuid_of(index), "the buffer")
     else:
         found = driver.by_index(int(index) if index else driver.current_index())
-    return {"uuid": driver.uuid_text(found.uuid), "rings": int(rings)}
+    return {"uuid": found.uuid_text, "rings": int(rings)}
 
 
 class Place:

@@ -176,7 +176,10 @@ def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
     """
     instance, what = handle.header["instance_id"], f"the rows of buffer {name!r}"
     device = driver.by_uuid(uuid, what)
-    reason = memory.why_not_vmm(device)
+    try:
+        reason = memory.why_not_vmm(device)
+    except driver.Refused as e:  # an older driver does not know what it is asked
+        reason = str(e)
     if not reason:
         try:
             mapped = memory.create(device, size, what)
