@@ -24,7 +24,7 @@ from shmbuf.epochs import Epochs
 from shmbuf.errors import RingFull, SchemaError
 from shmbuf.priorities import as_priorities, bad_priority
 from shmbuf.reading import address_of
-from shmbuf.rows import as_arrays, conform, count
+from shmbuf.rows import as_arrays, conform, count, on_host
 from shmbuf.schema import Schema, show_key
 from shmbuf.ticket import Nothing, Ticket, left_of, same_ids, seconds_of
 from shmbuf.trajectories import Trajectories
@@ -113,7 +113,7 @@ class Buffer(Trajectories, Epochs, Edits):
         of = p = None
         if stream is not None:
             self._require_streams(schema)
-            of = np.asarray(stream)
+            of = np.asarray(on_host(stream))
             if of.dtype.kind not in "iu" or of.shape not in ((n,), ()):
                 raise ValueError(
                     f"stream of dtype {of.dtype} and shape {list(of.shape)} for {n} rows: one integer, or one for each"

@@ -74,7 +74,8 @@ class Outs:
             if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
                 got = "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}"
                 raise SchemaError(f"out, key {key}: got {got}, expected {c}")
-            plain = t.layout == torch.strided and t.device == where and t.is_contiguous()
+            there = t.device == where or (t.device.type == "cpu" and c.key in NUMBERS)  # which the host knows
+            plain = t.layout == torch.strided and there and t.is_contiguous()
             if not plain or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
                 raise SchemaError(
                     f"out, key {key}: has to be a plain contiguous {'CPU' if where.type == 'cpu' else where} tensor to be written into"

@@ -16,6 +16,7 @@ from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
 from shmbuf.limiter import Scaled, Words, collectors_text, figures, from_now_on, limiter_of, scaled, waiting_text
 from shmbuf.pins import Pin, pin
+from shmbuf.rows import on_host
 from shmbuf.schema import nest
 from shmbuf.ticket import left_of, seconds_of
 
@@ -35,7 +36,7 @@ def address_of(a: np.ndarray) -> int:
 
 
 def as_ids(ids: Any) -> np.ndarray:
-    array = np.asarray(ids if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
+    array = np.asarray(on_host(ids) if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"row ids of dtype {array.dtype}: integers are needed")
     return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)

@@ -37,7 +37,6 @@ ANSWER = 1.0  # seconds that one of several is waited for
 PATIENCE = 10.0  # in all, for those who have it and do not answer
 AGAIN = 0.1  # between attempts at what does not work at once
 SETTLE = 1.0  # for one that has just been handed it to offer it in turn
-REFUSED = b"\xc0"  # msgpack's nil: to another user
 log = logging.getLogger("shmbuf")
 
 
@@ -190,7 +189,6 @@ class _Server:
         try:
             peer.setblocking(False)
             if _peer(peer)[1] != os.getuid():
-                peer.send(REFUSED)
                 return
             if not retained:
                 return
@@ -285,8 +283,6 @@ def _ask_one(name: str, seconds: float) -> Offer | None:
         if _peer(s)[1] != os.getuid():
             raise PermissionError(f"uid {_peer(s)[1]}")
         packet, fds, _, _ = socket.recv_fds(s, 4096, 1, socket.MSG_CMSG_CLOEXEC)
-        if packet == REFUSED:
-            raise PermissionError("of another uid")
         if not packet:
             return None
         offer = Offer(**msgpack.unpackb(packet), fd=fds[0] if fds else -1)

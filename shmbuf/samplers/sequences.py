@@ -255,7 +255,7 @@ class Sequence(SampleUnit):
     def expand(self, index: Any, info: dict[str, Any], storage: ShmStorage) -> tuple[Any, dict[str, Any]]:
         """TorchRL's: the windows about these indices, and info with each anchor's entries repeated and the unit's own."""
         slots = storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index)
-        anchors = storage.buffer.ids_of(slots.reshape(-1).numpy())
+        anchors = storage.buffer.ids_of(slots.reshape(-1).cpu().numpy())
         ids, valid = self.windows(storage.buffer, anchors)
         values = {k: torch.as_tensor(v) for k, v in info.items()}
         repeated = {k: v.repeat_interleave(self.total, dim=0) if v.ndim else info[k] for k, v in values.items()}
