@@ -4,6 +4,7 @@ that was made beside its user's stream needs before it is used."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ class Sent:
         return t
 
 
+TENSORS = "SHMBUF_CUDA_TENSORS"  # =host: batches of rows on a device are the host's tensors
 _HERE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -88,10 +90,13 @@ class OnDevice:
 
     @classmethod
     def of(cls, buffer: Buffer) -> OnDevice | None:
-        """None: this torch has no CUDA, or this process does not see the device: rows are read by way of the host, if at all."""
+        """None: this torch has no CUDA, or this process does not see the device, or a test says so: rows are read by way of the host, if at
+        all."""
         from shmbuf.cuda import driver, memory
 
         place = buffer._place
+        if os.environ.get(TENSORS) == "host":
+            return None
         assert place.wish is not None
         with contextlib.suppress(DeviceError, NotEnoughMemory):
             if torch.cuda.is_available():
@@ -177,11 +182,12 @@ class Placed:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows live."""
+        """Where the rows live, and batches of them are; the CPU, where this process reads them by way of the host."""
         if self._on is None and self._buffer is not None and self._buffer.device != "cpu" and self._buffer.schema:
             self.schema()
             if self._later:
                 self._look_again()
+            return torch.device("cpu") if self._on is None else self._on.device
         if self._on is not None:
             return self._on.device
         where = str(self._make["device"] or "cpu") if self._buffer is None else self._buffer.device

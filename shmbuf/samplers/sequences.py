@@ -457,7 +457,7 @@ def anchor_priorities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a `Sequence` batch: the anchors' row ids and the largest priority of each one's valid rows."""
     ids = ids.reshape(-1)
-    priority = priority.reshape(-1).expand(ids.shape)
+    priority = priority.reshape(-1).expand(ids.shape).to(ids.device)
     if valid is not None:  # an anchor's own row is valid always
         ids, priority = ids[valid.reshape(-1)], priority[valid.reshape(-1)]
     anchors, of = torch.unique(ids, return_inverse=True)
