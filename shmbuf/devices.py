@@ -140,6 +140,7 @@ class Place:
         return any(
             m["alive"]
             and m["on_device"]
+            and not m.get("device_error")
             and not {"drainer", "standby"}.isdisjoint(m["roles"])
             and segment.process_state(m["pid"]) not in ("T", "t")
             for m in members
@@ -153,11 +154,13 @@ class Place:
             try:
                 if self._closed or handle.device_rows is not None:
                     return True
+                if not handle.runnable:
+                    return False
                 members = handle.members()
                 mine = next((m for m in members if m["member"] == handle.member), None)
                 if mine is None or mine["waits_for"] not in ("room", "commit", "rows"):
                     return False
-                if mine["waiting_seconds"] > STUCK and handle.runnable and not limits(handle):
+                if mine["waiting_seconds"] > STUCK and not limits(handle):
                     self.map(handle)
                 return self.help(handle)
             except native.Gone:  # closed

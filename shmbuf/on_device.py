@@ -183,7 +183,8 @@ class Placed:
     @property
     def device(self) -> torch.device:
         """Where the rows live, and batches of them are; the CPU, where this process reads them by way of the host."""
-        if self._on is None and self._buffer is not None and self._buffer.device != "cpu" and self._buffer.schema:
+        made = self._buffer
+        if self._on is None and made is not None and made.device != "cpu" and made.schema is not None:
             self.schema()
             if self._later:
                 self._look_again()

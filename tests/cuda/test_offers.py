@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import threading
 
@@ -12,7 +13,7 @@ import pytest
 
 from shmbuf.cuda import driver, holding, sharing
 from tests.cuda.helpers import MAKER, PRELUDE, USER, ask, line
-from tests.cuda.test_sharing import TEN, until
+from tests.cuda.test_sharing import TEN, WAYS, steward_of, until
 
 UUID = bytes(range(16))
 
@@ -209,3 +210,16 @@ def test_a_mig_instance_is_named_as_nvidia_smi_names_it(over, name):
     works, old = over(code, name).splitlines()
     assert works == "cuda:0 [0, 1] GPU-5add1e00-0000-4000-8000-000000000001"
     assert old.startswith("ValueError") and "nvidia-smi -L" in old
+
+
+def test_who_gets_a_steward_s_memory_late_watches_it_all_the_same(begin, name):
+    maker = begin(MAKER, name, **WAYS["ipc"])
+    assert line(maker) == "made"
+    pid = steward_of(name)
+    os.kill(pid, signal.SIGSTOP)
+    impatient = USER.replace("b = Buffer", "import shmbuf.cuda.sharing as s; s.PATIENCE = s.ANSWER = 0.2; b = Buffer")
+    user = begin(impatient, name, **WAYS["ipc"])
+    assert line(user) == "attached cuda:0"
+    assert ask(user, "b.gather([0])").startswith("DeviceError")
+    os.kill(pid, signal.SIGCONT)
+    assert ask(user, "stored(b)") == TEN and ask(user, "type(b._handle).__name__") == "Watched"
