@@ -13,7 +13,7 @@ def ok(r):
     assert int(r[0]) == 0, r
     return r[1] if len(r) == 2 else r[1:]
 def device(handle, rows):  # what this handle maps of it
-    hold = rows._place.hold.memory
+    hold = rows._place.hold.memory.mapped
     handle.map_rows(hold.address, hold.bytes, hold.context)
     return hold
 """
@@ -25,7 +25,7 @@ def test_work_of_the_callers_stream_comes_first(over, name):
         BEGIN
         + """
 b = Buffer.create(name, 100, schema={"k": "int64"}, drain="caller", device="cuda:0")
-m = b._place.hold.memory
+m = b._place.hold.memory.mapped
 ok(d.cuCtxPushCurrent(d.CUcontext(m.context)))
 s = ok(d.cuStreamCreate(1)); n = 50
 made, out = ok(d.cuMemAlloc(8 * n)), ok(d.cuMemAlloc(8 * n))
@@ -118,7 +118,7 @@ for call in (lambda: bare.fetch(b._columns, [out.ctypes.data, np.zeros(3, "f4").
 assert not done.any()
 why, text = refused(lambda: bare.view_rows())
 assert why == "device" and "device memory" in text
-m = b._place.hold.memory
+m = b._place.hold.memory.mapped
 for address, size in ((0, m.bytes), (m.address + 8, m.bytes), (m.address, 100)):
     why, text = refused(lambda: bare.map_rows(address, size, m.context))
     assert why == "device" and "the rows and 1 device rings take" in text, text

@@ -9,6 +9,7 @@ import os, sys, threading
 from shmbuf import Buffer
 from tests import oracle
 b = Buffer.attach(sys.argv[1])
+b._place.map(b._handle)
 for k in range(12):  # a copy each
     b.put(oracle.make_rows(1, k, 1))
 threading.Timer(0.03, os.kill, (os.getpid(), 9)).start()
