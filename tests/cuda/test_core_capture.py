@@ -11,7 +11,7 @@ CAPTURE = (
     + """
 from shmbuf.errors import DeviceError
 b = Buffer.create(name, 100, schema={"k": "int64"}, drain=sys.argv[2], device="cuda:0")
-m = b._place.hold.memory
+m = b._place.hold.memory.mapped
 ok(d.cuCtxPushCurrent(d.CUcontext(m.context)))
 s = ok(d.cuStreamCreate(1))
 mode = getattr(d.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{sys.argv[3]}")

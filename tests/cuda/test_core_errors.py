@@ -22,6 +22,7 @@ import numpy as np
 from shmbuf import Buffer
 from shmbuf.errors import DeviceError
 b = Buffer.attach(sys.argv[1])
+b._place.map(b._handle)
 os.environ["STANDIN_FAIL"] = sys.argv[2]
 t = b.put({"k": np.arange(7)})
 assert b._handle.help() == 0 and "CUDA_ERROR" in b._handle.device_error, b._handle.device_error
@@ -135,6 +136,7 @@ import os, sys
 import numpy as np
 from shmbuf import Buffer
 b = Buffer.attach(sys.argv[1])
+b._place.map(b._handle)
 os.environ["STANDIN_GATE"] = sys.argv[2]
 os.environ["STANDIN_FAIL"] = "cuEventSynchronize=304,cuStreamSynchronize=304"
 t = b.put({"k": np.arange(100, 107)})
