@@ -35,13 +35,17 @@ class Pool(Generic[T]):
         return len(self._kept)
 
     @contextlib.contextmanager
-    def use(self, key: Hashable, make: Callable[[], T]) -> Iterator[T]:
-        """It is not closed meanwhile. Raises TooManyCollectors, and what make() raises."""
+    def use(self, key: Hashable, make: Callable[[], T] | None) -> Iterator[T]:
+        """It is not closed meanwhile. Raises TooManyCollectors, and what make() raises. make=None: KeyError if there is none."""
+        idle: _Kept[T] | None = None
         with self._lock:
             kept = self._kept.get(key)
-            idle = self._make_room() if kept is None else None
             if kept is None:
+                if make is None:
+                    raise KeyError(key)
+                longest = self._idle_longest() if len(self._kept) >= self.most else None
                 kept = self._kept[key] = _Kept(make())
+                idle = self._kept.pop(longest) if longest is not None else None
             kept.users += 1
         try:
             if idle is not None:
@@ -55,15 +59,13 @@ class Pool(Generic[T]):
             if last:
                 self._end(kept)
 
-    def _make_room(self) -> _Kept[T] | None:
-        """Whose place a new one takes."""
-        if len(self._kept) < self.most:
-            return None
-        idle = [(k.used, key) for key, k in self._kept.items() if not k.users]
-        at, key = min(idle, key=lambda i: i[0], default=(time.monotonic(), None))
-        if time.monotonic() - at < self.idle or not idle:
+    def _idle_longest(self) -> Hashable:
+        """Whose place a new one may take."""
+        before = time.monotonic() - self.idle
+        idle = {key: k.used for key, k in self._kept.items() if not k.users and k.used <= before}
+        if not idle:
             raise TooManyCollectors(self._full(len(self._kept)))
-        return self._kept.pop(key)
+        return min(idle, key=lambda key: idle[key])
 
     def drop(self, which: Callable[[Any], bool]) -> None:
         """Those whose key is such a one; who is in use is closed when that is over."""
