@@ -61,13 +61,10 @@ class _Face:
         return Pending(number, ticket.rows, asked)
 
     def ticket(self, number: int, timeout: float) -> Any:
-        """KeyError: not known; None: not yet."""
-        try:
-            indices = self._tickets[number].wait(timeout)
-        except CommitPending:
-            return None
-        self._tickets.pop(number, None)
-        return indices
+        """KeyError: not known; None: not yet. It can be asked for again: the answer may not have reached who was interrupted."""
+        with contextlib.suppress(CommitPending):
+            return self._tickets[number].wait(timeout)
+        return None
 
     def close(self) -> None:
         self._tickets.clear()

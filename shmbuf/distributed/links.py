@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from shmbuf.distributed.client import RayClient
 from shmbuf.distributed.directory import Entry, actor, shard_name
 from shmbuf.distributed.drawing import NOTHING, Drawers, Mass, Part, Spec
 from shmbuf.distributed.packing import unpack
 from shmbuf.distributed.rays import Gone, Silent, ask, check_alive, here, need_ray
-from shmbuf.distributed.service import RayClient
 from shmbuf.errors import BufferNotFound, Lapped, NotEnoughRows, StorageLost
 
 MOST_UPDATES = 8

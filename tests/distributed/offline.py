@@ -5,6 +5,7 @@ What goes to an actor and comes back is pickled. An actor can be stopped, killed
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,15 +13,17 @@ from concurrent.futures import wait as wait_for
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
+from ray import cloudpickle
 
 from shmbuf import ShardedReplayBuffer, TensorDictReplayBuffer
 from shmbuf.distributed import (
+    client,
     coordinator,
     directory,
     joining,
     keeper,
     links,
+    lives,
     places,
     reading,
     service,
@@ -34,7 +37,7 @@ from shmbuf.distributed.shard import Shard
 from shmbuf.storage import ShmStorage
 
 HERE, FAR = "a" * 56, "b" * 56
-_PATCHED = (coordinator, directory, joining, keeper, links, places, reading, service, sharing, writing)
+_PATCHED = (client, lives, coordinator, directory, joining, keeper, links, places, reading, service, sharing, writing)
 
 
 class Actor:
@@ -111,8 +114,11 @@ class Offline:
             is_initialized=lambda: True,
             get_runtime_context=lambda: context,
             kill=lambda actor: actor.die(),
-            remote=None,
+            remote=self._remote,
+            cluster_resources=lambda: {"CPU": 2.0, "node:here": 1.0},
+            available_resources=lambda: {"CPU": 1.0},
         )
+        self.full = False
 
         def check_alive(node: str) -> None:
             if node not in self.nodes:
@@ -137,6 +143,21 @@ class Offline:
         if name not in self.named:
             raise ValueError(f"no actor {name}")
         return self.named[name]
+
+    def _remote(self, **config: Any) -> Any:
+        """As ray.remote, of a class. Where the cluster is full an actor never begins."""
+        strategy = config.get("scheduling_strategy")
+        node = HERE if strategy is None else strategy.node_id
+
+        def made(cls: type, *args: Any) -> Actor:
+            it = self.on(node, lambda: cls(*args))
+            self._closing.append(it)
+            actor = self.start(f"unnamed.{len(self.named)}", it)
+            if self.full:
+                actor.stop()
+            return actor
+
+        return lambda cls: SimpleNamespace(remote=lambda *args: made(cls, *args))
 
     def start(self, name: str, it: Any) -> Actor:
         actor = self.named[name] = Actor(it)
@@ -226,4 +247,25 @@ class Cluster:
         return rb
 
 
-__all__ = ["FAR", "HERE", "Actor", "Cluster", "Offline", "Silent"]
+def forked(work: Any) -> str:
+    """What work() says in a child of a fork."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                work()
+                said = "nothing"
+            except BaseException as e:
+                said = f"{type(e).__name__}: {e}"
+            os.write(write, said.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as f:
+        said = f.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+__all__ = ["FAR", "HERE", "Actor", "Cluster", "Offline", "Silent", "forked"]

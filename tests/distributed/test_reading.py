@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import warnings
 from collections import Counter
@@ -28,14 +27,7 @@ from shmbuf.distributed import links
 from shmbuf.distributed.drawing import Spec
 from shmbuf.errors import TooManyCollectors
 from tests.distributed.helpers import until
-from tests.distributed.offline import FAR, HERE, Offline
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    it = Offline(monkeypatch)
-    yield it
-    it.end()
+from tests.distributed.offline import FAR, HERE, forked
 
 
 def rows(first, priorities):
@@ -335,27 +327,6 @@ def test_a_train_worker_asks_once_a_second_at_most_where_its_shards_are(offline,
     rb.sample()
     assert rb._only == [0]
     rb.close()
-
-
-def forked(work):
-    """What work() says in a child of a fork."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            try:
-                work()
-                said = "nothing"
-            except BaseException as e:
-                said = f"{type(e).__name__}: {e}"
-            os.write(write, said.encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as f:
-        said = f.read()
-    os.waitpid(pid, 0)
-    return said
 
 
 def test_the_child_of_a_fork_is_told_so_and_does_not_hang(three):
