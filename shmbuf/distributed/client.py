@@ -206,12 +206,14 @@ class RayClient:
         group: str,
         *args: Any,
         of_client: bool = True,
-        patience: float = _ANSWER,
+        patience: float | None = None,
         sent: list[Any] | None = None,
     ) -> Any:
-        """What the actor answers, however long it works on it. patience: seconds without a sign of life until it is given up. sent: is given
+        """What the actor answers, however long it works on it. patience: seconds without a sign of life until it is given up;
+        None: a minute. sent: is given
         the reference while nothing is known of it."""
         check_process(self._pid, f"buffer {self.name!r}")
+        patience = _ANSWER if patience is None else patience
         try:
             if self._shaky:  # so that what changes something is sent to an actor that is there
                 began = time.monotonic()

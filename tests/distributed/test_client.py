@@ -235,7 +235,8 @@ def there(name):
     return [n for n in segment.names() if n.startswith(name)]
 
 
-def test_the_service_ends_with_the_last_of_its_owner_and_its_clients(offline, name):
+def test_the_service_ends_with_the_last_of_its_owner_and_its_clients(offline, name, monkeypatch):
+    monkeypatch.setattr(lives, "apart", lambda work, *args: work(*args))  # at once
     rb = serve(name)
     assert there(name) == [f"{name}.{HERE[:12]}"]
     client = rb.client()
@@ -245,7 +246,7 @@ def test_the_service_ends_with_the_last_of_its_owner_and_its_clients(offline, na
     assert len(client) == 3 and there(name), "who was given a client goes on"
     del client
     gc.collect()
-    until(lambda: not there(name))
+    assert not there(name)
 
 
 def test_the_owner_ends_it_whoever_has_clients(offline, name):
