@@ -240,13 +240,18 @@ class RayClient:
             ) from e
 
     def _send(self, method: str, group: str, *args: Any) -> Any:
-        if self._leaving is None and method != "pid":
-            self._leaving = weakref.finalize(self, _say_goodbye, self._keeper, self._id, self._pid)
-            self._leaving.atexit = False
+        if method != "pid":
+            self._known()
         call = self._methods.get((method, group))
         if call is None:
             call = self._methods[method, group] = getattr(self._keeper, method).options(concurrency_group=group)
         return call.remote(*args)
+
+    def _known(self) -> None:
+        """The actor keeps something for this client: it is told when nobody has the client any more."""
+        if self._leaving is None:
+            self._leaving = weakref.finalize(self, _say_goodbye, self._keeper, self._id, self._pid)
+            self._leaving.atexit = False
 
     def _answer(self, ref: Any, patience: float) -> Any:
         heard, ping = time.monotonic(), None

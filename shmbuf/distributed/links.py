@@ -106,6 +106,7 @@ class Link:
     def ask_mass(self, spec: Spec) -> Any:
         """A reference, or the mass itself."""
         if not self.is_local:
+            self.client._known()
             return self._call("mass", spec.at(self.number))
         with lost_is_gone():
             return self._drawers.mass(spec.at(self.number))

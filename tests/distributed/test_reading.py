@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 from collections import Counter
@@ -86,6 +87,14 @@ def test_annealing_makes_no_new_handles_and_draws_differ(three):
     assert segments_mapped() == mapped, "no handle more than the first batch needed"
     assert [len(it._drawers) for it in three.it] == [0, 1, 1] and len(rb._links[0]._drawers) == 1
     rb.close()
+    until(lambda: [len(it._drawers) for it in three.it] == [0, 0, 0])
+
+
+def test_a_handle_that_is_collected_leaves_its_ways_of_drawing(three):
+    rb = three.handle(SamplerWithoutReplacement(), 60)
+    assert len(rb.sample()) == 60 and [len(it._drawers) for it in three.it] == [0, 1, 1]
+    del rb
+    gc.collect()
     until(lambda: [len(it._drawers) for it in three.it] == [0, 0, 0])
 
 
