@@ -29,7 +29,7 @@ from shmbuf.distributed.sharing import REFRESH, Sharing
 from shmbuf.errors import Lapped, NotEnoughRows, ShmbufError, StorageLost
 from shmbuf.face.prefetching import Prefetcher
 from shmbuf.priorities import as_priorities, check_weighting
-from shmbuf.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
+from shmbuf.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement, SliceSampler
 from shmbuf.schema import show_key
 from shmbuf.ticket import left_of, seconds_of
 
@@ -258,10 +258,9 @@ class Reading(Sharing):
                 parts, weights_of(parts, masses, exponent, sampler.normalize == "batch"), strict=True
             ):
                 part.td.set("priority_weight", weights)
-        n = sum(len(p.td) for _, p in parts)
         order = None
-        if unit_of(sampler, max(n, 1)) == 1:
-            order = torch.from_numpy(self._rng.permutation(n))
+        if not isinstance(sampler, SliceSampler):
+            order = torch.from_numpy(self._rng.permutation(sum(len(p.td) for _, p in parts)))
         return assembled([(k, p.td) for k, p in parts], order)
 
     def _finished(self, td: TensorDictBase) -> tuple[Any, dict[Any, Any]]:

@@ -21,6 +21,7 @@ from shmbuf import (
     RandomSampler,
     SamplerWithoutReplacement,
     ShmStorage,
+    SliceSampler,
     StorageLost,
     TensorDictReplayBuffer,
 )
@@ -316,6 +317,17 @@ def test_prioritized_slices_have_the_weight_of_their_first_row(offline, name):
         least = 1.0 if normalize == "buffer" else leaf.min()
         torch.testing.assert_close(w[:, 0], (leaf / least) ** -0.5, rtol=1e-6, atol=0)
         rb.close()
+
+
+def test_trajectories_shorter_than_a_slice_make_a_shorter_batch(offline, name):
+    sampler = SliceSampler(slice_len=4, strict_length=False)
+    cluster = offline.sharded(name, [HERE, FAR], sampler)
+    for k, it in enumerate(cluster.rows):
+        it.extend(rows(100 * k, [1.0] * 3))
+    rb = cluster.handle(SliceSampler(slice_len=4, strict_length=False), 24)
+    batch = rb.sample()
+    assert len(batch) == 18 and (batch["k"].reshape(-1, 3) % 100 == torch.arange(3)).all()
+    rb.close()
 
 
 def test_a_train_worker_asks_once_a_second_at_most_where_its_shards_are(offline, name):
