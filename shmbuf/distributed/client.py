@@ -30,6 +30,8 @@ GRACE = 5.0
 """The same, beyond its timeout, for a call that was given one."""
 LOOK = 1.0
 """Seconds between two signs of life that are asked for."""
+_AGAIN = 0.2
+"""Seconds between two questions to an actor that Ray starts again."""
 _WAITS = frozenset({"sample", "next", "wait_rows"})
 _WRITES = frozenset({"extend", "put", "add"})
 HOT = ("sample", "extend", "put", "update_priority", "update_tensordict_priority")
@@ -270,10 +272,9 @@ class RayClient:
             try:
                 ask(ping, 0.0)
                 heard, ping = time.monotonic(), None
-            except Late:
-                pass
-            except Silent:
-                ping = None
+            except Silent as e:
+                check_alive(self._place.node)
+                ping = ping if isinstance(e, Late) else None
 
     def _wait_for_actor(self, patience: float) -> None:
         give_up = time.monotonic() + patience
@@ -282,9 +283,9 @@ class RayClient:
                 self._answer(self._send("pid", "looking"), max(0.0, give_up - time.monotonic()))
                 return
             except Silent:
-                if time.monotonic() > give_up:
+                if time.monotonic() + _AGAIN > give_up:
                     raise
-                time.sleep(0.2)
+                time.sleep(_AGAIN)
 
     def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
         local = self.local

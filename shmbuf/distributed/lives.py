@@ -17,14 +17,14 @@ from shmbuf.distributed.places import Place
 from shmbuf.distributed.rays import Late, ask, need_ray
 
 _LOOK = 1.0
-_SAY, _OPENING = 10.0, 600.0
-"""Seconds until it is said that Ray finds no place for an actor, and until that is an error."""
+_SAY, _OPENING = 60.0, 600.0
+"""Seconds until it is said that Ray has not begun an actor, for which it may find no place, and until that is an error."""
 PLACES = frozenset({"scheduling_strategy", "resources", "num_gpus", "label_selector", "accelerator_type"})
 """Options with one of these say where the actor is to be."""
 
 
 def opened(keeper: Any, config: Mapping[str, Any]) -> Place:
-    """Its place, when the segment is made. Says so if Ray finds no place for the actor. Raises Gone, Silent, RuntimeError."""
+    """Its place, when the segment is made. Says so if Ray does not begin the actor. Raises Gone, Silent, RuntimeError."""
     open_, pid = (getattr(keeper, m).options(concurrency_group="looking").remote() for m in ("open", "pid"))
     since, said = time.monotonic(), False
     while True:
@@ -49,8 +49,8 @@ def opened(keeper: Any, config: Mapping[str, Any]) -> Place:
 
 def _no_place(config: Mapping[str, Any], waited: float) -> str:
     wanted = {k: v for k, v in config.items() if k in PLACES or k in ("num_cpus", "memory")}
-    asked = {k: vars(v) if hasattr(v, "__dict__") else v for k, v in wanted.items()}
-    text = f"Ray has found no place for the actor of the replay buffer in {waited:.3g} s: it asks for {asked}"
+    asked = {k: getattr(v, "node_id", v) for k, v in wanted.items()}
+    text = f"Ray has not begun the actor of the replay buffer in {waited:.3g} s, it may have no place for it: it asks for {asked}"
     with contextlib.suppress(Exception):
         ray = need_ray()
         have, free = ray.cluster_resources(), ray.available_resources()

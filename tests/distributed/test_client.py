@@ -58,7 +58,7 @@ def test_a_call_may_take_long_as_long_as_the_actor_lives(far, monkeypatch):
     assert actor.calls.count("call") == 1 and len(client) == 0
 
 
-def test_a_stopped_actor_is_given_up_when_the_time_is_over(far, monkeypatch):
+def test_a_stopped_actor_is_given_up_when_the_time_is_over(far, offline, monkeypatch):
     client, actor = far
     monkeypatch.setattr(module, "GRACE", 0.3)
     monkeypatch.setattr(module, "LOOK", 0.05)
@@ -73,6 +73,11 @@ def test_a_stopped_actor_is_given_up_when_the_time_is_over(far, monkeypatch):
         assert not client.is_alive
     actor.go_on()
     assert client.is_alive and whole(client.sample(4)) and client.extend(rows(9, 1)).numel() == 1
+    actor.stop()
+    offline.nodes.remove(FAR)  # which Ray knows: nobody waits for that hour
+    with pytest.raises(StorageLost, match="on node bbbbbbbbbbbb is gone: its node died"):
+        client.sample(4)
+    offline.nodes.append(FAR)
     actor.die()
     with pytest.raises(StorageLost, match="on node bbbbbbbbbbbb is gone: killed"):
         client.sample(4)
@@ -266,7 +271,7 @@ def test_an_actor_that_finds_no_place_is_said_and_given_up(offline, name, monkey
     monkeypatch.setattr(service, "GRACE", 0.05)
     offline.full = True
     with (
-        pytest.raises(RuntimeError, match=r"could not be started: Ray has found no place.*'num_gpus': 3.*1 of 2"),
+        pytest.raises(RuntimeError, match=r"could not be started: Ray has not begun the actor.*'num_gpus': 3.*1 of 2"),
         pytest.warns(RuntimeWarning, match=r"asks for .*'num_gpus': 3.*'CPU': '1 of 2'"),
     ):
         serve(name, num_gpus=3)
