@@ -59,14 +59,14 @@ class Place:
         self.error: Exception | None = None  # why this process does not have them
         self._lock = threading.Lock()
 
-    def make(self, handle: Any, size: int) -> tuple[int, bytes, int, bytes, int]:
+    def make(self, handle: Any, size: int) -> tuple[int, bytes, int, int]:
         """The memory of a buffer that is being built: for `Handle.build`. Raises DeviceError, NotEnoughMemory."""
         from shmbuf.cuda import driver, holding, memory
 
         assert self.wish is not None
         self.hold = hold = holding.make(self.name, handle, driver.uuid_of(self.wish["uuid"]), size)
         m = hold.memory
-        return memory.KINDS[m.kind], m.device.uuid, m.bytes, m.ipc_handle, self.wish["rings"]
+        return memory.KINDS[m.kind], m.device.uuid, m.bytes, self.wish["rings"]
 
     def map(self, handle: Any) -> None:
         """Have the rows of a built buffer in this process. Where that cannot be, `error` says why; StorageLost is raised: they are gone."""

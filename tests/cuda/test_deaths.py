@@ -26,8 +26,10 @@ MAPS = (
     "cuMemSetAccess",
     "cuMemRelease",
     "cuModuleLoadData",
+    "cuStreamCreate",
+    "cuMemHostAlloc",
 )
-WRITES = ("cuStreamCreate", "cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize")
+WRITES = ("cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize")
 READS = ("cuLaunchKernel", "cuEventRecord", "cuEventSynchronize")
 WHEN = ("before", "after")
 # Makes or finds the buffer argv[1].

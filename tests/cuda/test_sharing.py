@@ -51,6 +51,16 @@ def gone(pid) -> bool:
     return len(threads) < 2 and segment.process_state(pid) in (None, "Z")
 
 
+def test_memory_of_a_steward_is_whole_blocks(begin, name):
+    """An IPC handle opens the driver's whole block to others: nothing else of its maker lies in it."""
+    maker = begin(MAKER, name, STANDIN_VMM="0")
+    assert line(maker) == "made"
+    handle = segment.attach(name, watch=True)
+    assert handle.header["device_kind"] == 2 and handle.header["device_bytes"] == 2 << 20
+    handle.close()
+    assert ask(maker, "stored(b)") == TEN
+
+
 # ---- from process to process ---------------------------------------------------------------------------------------
 
 
@@ -307,10 +317,10 @@ def test_a_fork_child_that_lives_on_keeps_no_memory_and_holds_nobody_up(begin, n
     assert line(maker) == "made"
     child = int(ask(maker, "child"))
     try:
-        assert device_files(maker.pid) == 2
+        assert device_files(maker.pid) == 3  # the driver has its own of them, and of what it stages
         maker.kill()
         maker.wait()
-        until(lambda: device_files(child) == 1)  # the driver's own
+        until(lambda: device_files(child) == 2)  # the driver's own
         user = begin(USER, name)
         user.stdout.readline()
         user.wait(60)
