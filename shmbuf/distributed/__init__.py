@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmbuf.distributed.service import RayClient, RayReplayBuffer, as_remote
+    from shmbuf.distributed.client import RayClient
+    from shmbuf.distributed.service import RayReplayBuffer, as_remote
     from shmbuf.distributed.sharded import ShardedReplayBuffer
 
 _HOME = {
-    "RayClient": "service",
+    "RayClient": "client",
     "RayReplayBuffer": "service",
     "ShardedReplayBuffer": "sharded",
     "as_remote": "service",

@@ -7,14 +7,18 @@ and T_k the sum of the shard's leaves when it drew. Its weight is ``(q_i / q_min
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from shmbuf.attaching import attach
+from shmbuf.distributed.pool import Pool
 from shmbuf.errors import NotEnoughRows
 from shmbuf.samplers import (
+    SAMPLERS,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -77,6 +81,33 @@ def spec_of(sampler: Sampler, batch: int | None) -> tuple[str, dict[str, Any]]:
     return sampler.name, arguments
 
 
+class Spec(NamedTuple):
+    """How a shard is to draw: name and arguments of its sampler. owner: of whom it is, if it is one handle's own; seed: of that one."""
+
+    kind: str
+    arguments: dict[str, Any]
+    owner: str | None = None
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, sampler: Sampler, n: int, owner: str, seed: int | None) -> Spec:
+        """Of batches of n rows by this handle. What may change from draw to draw is not in it: weights are made of the leaves, by who draws."""
+        kind, arguments = spec_of(sampler, n)
+        if is_prioritized(sampler):
+            arguments.update(beta=1.0, normalize="buffer")
+        alone = isinstance(sampler, SamplerWithoutReplacement)
+        if alone:
+            arguments["drop_last"] = False
+        return cls(kind, arguments, owner if alone or seed is not None else None, seed)
+
+    def at(self, shard: int) -> Spec:
+        """That shard's: shards draw different numbers."""
+        if self.seed is None:
+            return self
+        words = np.random.SeedSequence([self.seed % 2**64, shard]).generate_state(1, np.uint64)
+        return self._replace(seed=int(words[0] >> np.uint64(1)))
+
+
 class Drawer:
     """Draws from one segment, on its node. rb: an attached replay buffer with the shard's sampler."""
 
@@ -94,16 +125,62 @@ class Drawer:
         return Mass(size, state["sum"], state["min"]) if state and state["sum"] > 0 else NOTHING
 
     def draw(self, n: int) -> Part:
-        """At most n rows: fewer where an epoch or a trajectory ends. Raises NotEnoughRows."""
+        """n rows, fewer where trajectories end. Raises NotEnoughRows."""
         rb = self.rb
         mass = self.mass()
         if is_prioritized(rb.sampler):
             if not mass.sum:
                 raise NotEnoughRows(f"no row of buffer {rb.name!r} has a priority above 0")
-            td = rb.sampler.sample(rb.storage, n, beta=1.0)
-            weights = td.pop("priority_weight").double().numpy()
-            return Part(td, mass.least / weights, mass)
-        return Part(rb.sampler.sample(rb.storage, n), None, mass)
+            td, leaves = rb.sampler.with_leaves(rb.storage, n)
+            return Part(td, leaves.astype(np.float64), mass)
+        td = rb.sampler.sample(rb.storage, n)
+        if not isinstance(rb.sampler, SamplerWithoutReplacement):
+            return Part(td, None, mass)
+        tds, missing = [td], n - len(td)
+        while missing and len(tds[-1]):  # into the next epoch; a batch may be longer than several
+            tds.append(rb.sampler.sample(rb.storage, missing))
+            missing -= len(tds[-1])
+        whole: Any = td if len(tds) == 1 else torch.cat(tds)  # type: ignore[arg-type]
+        return Part(whole, None, mass)
+
+
+class Drawers:
+    """Those of one segment, for each way of drawing. segment: its name.
+
+    At most ``most``: another one takes the place of the one that was idle longest, whose epoch begins anew if it is asked for again.
+    """
+
+    def __init__(self, segment: Callable[[], str], most: int):
+        self._segment = segment
+        self._pool: Pool[Drawer] = Pool(most, lambda drawer: drawer.rb.close(), self._full)
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def _full(self, n: int) -> str:
+        return f"{n} ways of drawing from segment {self._segment()!r} are in use at the same time, and no more are kept. Nothing was drawn"
+
+    def _use(self, spec: Spec) -> Any:
+        def make() -> Drawer:
+            return Drawer(attach(self._segment(), sampler=SAMPLERS[spec.kind](**spec.arguments), seed=spec.seed))
+
+        return self._pool.use((spec.owner, repr(spec)), make)
+
+    def mass(self, spec: Spec) -> Mass:
+        with self._use(spec) as drawer:
+            return drawer.mass()
+
+    def draw(self, spec: Spec, n: int) -> tuple[Part, Mass]:
+        """And the mass there is for the next one."""
+        with self._use(spec) as drawer:
+            return drawer.draw(n), drawer.mass()
+
+    def leave(self, owner: str) -> None:
+        """That handle draws no more."""
+        self._pool.drop(lambda key: key[0] == owner)
+
+    def close(self) -> None:
+        self._pool.drop(lambda key: True)
 
 
 def counts_of(n: int, masses: np.ndarray, rng: np.random.Generator, stratified: bool = False) -> np.ndarray:

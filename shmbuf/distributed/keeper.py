@@ -7,22 +7,26 @@ import itertools
 import os
 import pickle
 import threading
-import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from shmbuf import segment
 from shmbuf.attaching import attach
 from shmbuf.distributed.packing import pack, unpack
 from shmbuf.distributed.places import Itself, Pending, Place, Recipe, collect, segment_name
+from shmbuf.distributed.pool import Pool
 from shmbuf.distributed.rays import here, need_ray, short
 from shmbuf.errors import BufferNotFound, CommitPending, NotEnoughRows, StorageLost
 from shmbuf.storage import ShmStorage
 from shmbuf.ticket import Ticket
 
-_MOST_TICKETS = 10_000
+_MOST_TICKETS = 10_000  # of one client
 _MOST_FACES = 100
-"""Handles for clients of other nodes; above that the one that was idle longest is closed."""
+"""Handles for clients of other nodes, each with a ring of its own."""
+_IDLE = 300.0
+"""Seconds after which a handle that was not used is closed for another client, if there is no room: its client was killed, or waits long.
+Its episode is cut, and its tickets are forgotten; a client that ends, or is collected, says so before."""
 
 
 def made_of(storage: Any) -> ShmStorage:
@@ -40,6 +44,33 @@ def renamed(storage: ShmStorage, name: str) -> ShmStorage:
     return storage
 
 
+class _Face:
+    """One client's handle: its ring, streams, transforms and epochs are its own; and the tickets that it was not given."""
+
+    def __init__(self, rb: Any):
+        self.rb = rb
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = itertools.count()
+
+    def keep(self, ticket: Ticket, asked: int) -> Pending:
+        number = next(self._numbers)
+        self._tickets[number] = ticket
+        if len(self._tickets) > _MOST_TICKETS:
+            with contextlib.suppress(StopIteration, KeyError, RuntimeError):
+                del self._tickets[next(iter(self._tickets))]
+        return Pending(number, ticket.rows, asked)
+
+    def ticket(self, number: int, timeout: float) -> Any:
+        """KeyError: not known; None: not yet. It can be asked for again: the answer may not have reached who was interrupted."""
+        with contextlib.suppress(CommitPending):
+            return self._tickets[number].wait(timeout)
+        return None
+
+    def close(self) -> None:
+        self._tickets.clear()
+        self.rb.close()
+
+
 class Keeper:
     """Makes the segment on its node. One that Ray starts again, after its death, attaches to the segment that is still there."""
 
@@ -49,9 +80,7 @@ class Keeper:
         self._again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._lock = threading.RLock()
         self._rb: Any = None
-        self._faces: dict[Any, list[Any]] = {}  # by client: handle, when last used
-        self._tickets: dict[tuple[Any, int], Ticket] = {}
-        self._numbers = itertools.count()
+        self._faces: Pool[_Face] = Pool(_MOST_FACES, _Face.close, self._full, _IDLE)
 
     # ---- making ---------------------------------------------------------------------------------------------------
 
@@ -96,106 +125,85 @@ class Keeper:
 
     def destroy(self) -> None:
         """Remove the segment."""
+        self._faces.drop(lambda client: True)
         with self._lock:
-            for face, _ in self._faces.values():
-                with contextlib.suppress(Exception):
-                    face.close()
-            self._faces.clear()
-            self._tickets.clear()
-            rb, self._rb, self._again = self._rb, None, True
+            rb, self._rb, mine, self._again = self._rb, None, self._again, True
         if rb is not None:
             rb.destroy(force=True)
-        else:
+        elif mine:  # else one of that name is somebody else's, and that is why there is none here
             with contextlib.suppress(BufferNotFound):
                 segment.destroy(self._name(), force=True)
 
     # ---- for clients of other nodes -------------------------------------------------------------------------------
 
-    def face(self, client: Any) -> Any:
-        """The client's handle: its ring, streams, transforms and epochs are its own."""
-        with self._lock:
-            found = self._faces.get(client)
-            if found is None:
-                if len(self._faces) >= _MOST_FACES:
-                    idle = min(self._faces, key=lambda c: self._faces[c][1])
-                    self._close(idle)
-                found = self._faces[client] = [self._another(client), 0.0]
-            found[1] = time.monotonic()
-            return found[0]
+    def _full(self, n: int) -> str:
+        return (
+            f"{n} clients of other nodes use the actor of buffer {self._recipe.name!r} on node {short(self._node)}, which keeps no more handles, and "
+            f"none of them has been idle for {_IDLE:g} s. Nothing was done. Let clients go that are not used any more (`del`, or end their "
+            "processes), let the workers of a process share one client, or use a ShardedReplayBuffer, whose workers use their own node's memory"
+        )
 
-    def _another(self, client: Any) -> Any:
+    def _use(self, client: Any) -> AbstractContextManager[_Face]:
+        """The client's handle. Raises TooManyCollectors."""
+        return self._faces.use(client, self._another)
+
+    def _another(self) -> _Face:
         from ray import cloudpickle
 
         face = pickle.loads(cloudpickle.dumps(self._main()))
         if face._ahead is not None:  # the client asks ahead
             face._ahead.close()
             face._ahead = None
-        return face
-
-    def _close(self, client: Any) -> None:
-        face, _ = self._faces.pop(client)
-        for key in [k for k in self._tickets if k[0] == client]:
-            del self._tickets[key]
-        face.close()
+        return _Face(face)
 
     def leave(self, client: Any) -> None:
-        with self._lock:
-            if client in self._faces:
-                self._close(client)
+        """That client is no more."""
+        self._faces.drop(lambda key: key == client)
 
     def call(self, client: Any, method: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """A method of the client's handle."""
-        try:
-            value = getattr(self.face(client), method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
-        except CommitPending as e:  # its ticket stays here
-            raise CommitPending(str(e), None, e.rows) from None
-        return Itself() if value is self.face(client) else pack(value)
+        with self._use(client) as face:
+            try:
+                value = getattr(face.rb, method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
+            except CommitPending as e:  # its ticket stays here
+                raise CommitPending(str(e), None, e.rows) from None
+            return Itself() if value is face.rb else pack(value)
 
     def samples(self, client: Any, n: int) -> list[Any]:
         """n batches; fewer if there are no more. Raises what the first one raises."""
-        face, out = self.face(client), []
-        for _ in range(n):
-            try:
-                out.append(pack(face.sample()))
-            except NotEnoughRows:
-                if not out:
-                    raise
-                break
+        out: list[Any] = []
+        with self._use(client) as face:
+            for _ in range(n):
+                try:
+                    out.append(pack(face.rb.sample()))
+                except NotEnoughRows:
+                    if not out:
+                        raise
+                    break
         return out
 
     def get(self, client: Any, attribute: str) -> Any:
-        return getattr(self.face(client), attribute)
+        with self._use(client) as face:
+            return getattr(face.rb, attribute)
 
     def write(self, client: Any, method: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """As `call`, of a method that puts rows: `Pending` if they are not all stored within its ``timeout``."""
-        face = self.face(client)
-        try:
-            value = getattr(face, method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
-        except CommitPending as e:
-            if e.ticket is None:
-                raise
-            return self._kept(client, e.ticket, e.ticket._native.asked)
-        return self._kept(client, value, value.rows) if isinstance(value, Ticket) else pack(value)
-
-    def _kept(self, client: Any, ticket: Ticket, asked: int) -> Pending:
-        number = next(self._numbers)
-        with self._lock:
-            self._tickets[client, number] = ticket
-            if len(self._tickets) > _MOST_TICKETS:
-                del self._tickets[next(iter(self._tickets))]
-        return Pending(number, ticket.rows, asked)
+        with self._use(client) as face:
+            try:
+                value = getattr(face.rb, method)(*unpack(args, copy=False), **unpack(dict(keywords), copy=False))
+            except CommitPending as e:
+                if e.ticket is None:
+                    raise
+                return face.keep(e.ticket, e.ticket._native.asked)
+            return face.keep(value, value.rows) if isinstance(value, Ticket) else pack(value)
 
     def ticket(self, client: Any, number: int, timeout: float) -> Any:
         """None: not yet. Raises StorageLost if it is not known here."""
-        ticket = self._tickets.get((client, number))
-        if ticket is None:
-            raise StorageLost(
-                "the actor that put these rows was started again, or was given too many others since: the rows are stored, their indices "
-                "are not known any more"
-            )
         try:
-            indices = ticket.wait(timeout)
-        except CommitPending:
-            return None
-        self._tickets.pop((client, number), None)
-        return indices
+            with self._faces.use(client, None) as face:
+                return face.ticket(number, timeout)
+        except KeyError:
+            raise StorageLost(
+                "the actor that put these rows was started again, or was given too many others since, or closed this client's handle, which was "
+                "not used for long: the rows are stored, their indices are not known any more"
+            ) from None

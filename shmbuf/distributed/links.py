@@ -6,24 +6,33 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from shmbuf.attaching import attach
+from shmbuf.distributed.client import RayClient
 from shmbuf.distributed.directory import Entry, actor, shard_name
-from shmbuf.distributed.drawing import NOTHING, Drawer, Mass, Part
+from shmbuf.distributed.drawing import NOTHING, Drawers, Mass, Part, Spec
 from shmbuf.distributed.packing import unpack
 from shmbuf.distributed.rays import Gone, Silent, ask, check_alive, here, need_ray
-from shmbuf.distributed.service import RayClient
-from shmbuf.errors import NotEnoughRows
-from shmbuf.samplers import SAMPLERS
+from shmbuf.errors import BufferNotFound, Lapped, NotEnoughRows, StorageLost
 
 MOST_UPDATES = 8
 """Priority updates on their way to one shard; one more waits for the oldest."""
+_MOST_DRAWERS = 8
+"""Of one handle, of its node's shard: with slices there is one for each size of batch."""
 _LOOK = 1.0
 """Seconds between two looks whether the node of a shard that says nothing is alive."""
-Spec = tuple[str, dict[str, Any], "str | None"]
+
+
+@contextlib.contextmanager
+def lost_is_gone() -> Iterator[None]:
+    """A shard without its segment, though its actor lives: its rows are gone, as with its node."""
+    try:
+        yield
+    except (StorageLost, BufferNotFound) as e:
+        raise Gone(str(e)) from e
 
 
 class Link:
@@ -32,15 +41,19 @@ class Link:
     Methods that ask raise Gone (the shard is lost) and Silent (no answer in time: it is left out until `usable`).
     """
 
-    def __init__(self, name: str, entry: Entry, timeout: float):
+    def __init__(self, name: str, entry: Entry, timeout: float, owner: str):
         assert entry.place is not None
         self.number, self.entry, self.timeout = entry.number, entry, timeout
         self.actor = actor(shard_name(name, entry.number))
         self.client = RayClient(self.actor, entry.place)
+        self.client._id = owner  # what `leave` is told
         self.is_local = entry.node == here()
+        self._begin()
+
+    def _begin(self) -> None:
         self.last: Mass | None = None
         self.applied = self.stale = self.dropped = 0
-        self._drawers: dict[str, Drawer] = {}
+        self._drawers = Drawers(lambda: self.client.name, _MOST_DRAWERS)
         self._updates: deque[tuple[Any, int]] = deque()
         self._ping: Any = None
         self._looked = 0.0
@@ -49,6 +62,11 @@ class Link:
     def _call(self, method: str, *args: Any, group: str = "looking") -> Any:
         return getattr(self.actor, method).options(concurrency_group=group).remote(*args)
 
+    def answer(self, ref: Any, give_up: float) -> Any:
+        """Of `_call`, until time.monotonic() is ``give_up``."""
+        with lost_is_gone():
+            return ask(ref, max(0.0, give_up - time.monotonic()))
+
     # ---- silence --------------------------------------------------------------------------------------------------
 
     def went_silent(self) -> None:
@@ -56,6 +74,11 @@ class Link:
         with self._lock:
             if not self.is_local and self._ping is None:
                 self._ping = self._call("pid")
+
+    @property
+    def silent(self) -> bool:
+        """As far as is known: nothing is asked."""
+        return self._ping is not None
 
     @property
     def usable(self) -> bool:
@@ -80,86 +103,109 @@ class Link:
 
     # ---- drawing --------------------------------------------------------------------------------------------------
 
-    def _drawer(self, spec: Spec, seed: int | None) -> Drawer:
-        key = repr(spec)
-        with self._lock:
-            if key not in self._drawers:
-                kind, arguments, _ = spec
-                rb = attach(self.client.name, sampler=SAMPLERS[kind](**arguments), seed=seed)
-                self._drawers[key] = Drawer(rb)
-            return self._drawers[key]
-
-    def ask_mass(self, spec: Spec, seed: int | None) -> Any:
+    def ask_mass(self, spec: Spec) -> Any:
         """A reference, or the mass itself."""
-        return self._drawer(spec, seed).mass() if self.is_local else self._call("mass", spec)
+        if not self.is_local:
+            self.client._known()
+            return self._call("mass", spec.at(self.number))
+        with lost_is_gone():
+            return self._drawers.mass(spec.at(self.number))
 
     def mass(self, asked: Any, give_up: float) -> Mass:
         if not isinstance(asked, Mass):
-            asked = ask(asked, max(0.0, give_up - time.monotonic()))
+            asked = self.answer(asked, give_up)
         self.last = asked
         return asked
 
-    def ask_part(self, spec: Spec, n: int, seed: int | None) -> Any:
+    def ask_part(self, spec: Spec, n: int) -> Any:
         """A reference, or the part itself, or why there is none."""
         if not self.is_local:
-            return self._call("draw", spec, n, group="reading")
+            return self._call("draw", spec.at(self.number), n, group="reading")
         try:
-            return self._drawer(spec, seed).draw(n)
-        except NotEnoughRows as e:
+            return self._drawers.draw(spec.at(self.number), n)
+        except (NotEnoughRows, Lapped, StorageLost, BufferNotFound) as e:
             return e
 
     def part(self, asked: Any, give_up: float) -> Part:
         """Raises NotEnoughRows: it has none; Lapped."""
-        if isinstance(asked, NotEnoughRows):
-            self.last = NOTHING
-            raise asked
-        if isinstance(asked, Part):
-            return asked
         try:
-            td, leaves, mass, self.last = ask(asked, max(0.0, give_up - time.monotonic()))
+            with lost_is_gone():
+                if isinstance(asked, Exception):
+                    raise asked
+                if not isinstance(asked, tuple):
+                    asked = self.answer(asked, give_up)
+                part, self.last = asked
         except NotEnoughRows:
             self.last = NOTHING
             raise
-        return Part(unpack(td), leaves, mass)
+        return part._replace(td=unpack(part.td))
 
     # ---- priorities -----------------------------------------------------------------------------------------------
 
     def prioritise(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        """Here at once; to another node without waiting for it. Raises Gone."""
+        """Here at once; to another node without waiting for it: if that says nothing they are dropped, and counted. Raises Gone."""
         if self.is_local:
-            done = self.client.local.buffer.set_priorities(ids, priorities)
-            self._count(int(done.sum()), int((~done).sum()))
-            return
+            with lost_is_gone():
+                done = self.client.local.buffer.set_priorities(ids, priorities)
+            return self._count(int(done.sum()), int((~done).sum()))
+        if not self.usable:
+            return self._drop(len(ids))
         with self._lock:
-            while len(self._updates) >= MOST_UPDATES:
-                self._settle(self.timeout)
             self._updates.append((self._call("prioritise", ids, priorities), len(ids)))
+            oldest = self._updates.popleft() if len(self._updates) > MOST_UPDATES else None
+        if oldest is not None:  # other threads sample meanwhile
+            self._settle(oldest, time.monotonic() + self.timeout)
 
-    def _settle(self, timeout: float | None) -> None:
-        ref, n = self._updates.popleft()
+    def _settle(self, update: tuple[Any, int], give_up: float) -> None:
+        ref, n = update
         try:
-            self._count(*ask(ref, timeout))
+            applied, stale = self.answer(ref, give_up)
         except Gone:
-            self.dropped += n
+            self._drop(n)
             raise
         except Silent:
-            self.dropped += n
+            self._drop(n)
             self.went_silent()
         except (IndexError, RuntimeError, ValueError):  # rows it never had: it was emptied, or loaded
-            self.stale += n
+            self._count(0, n)
+        except BaseException:  # Ctrl-C: it is still on its way
+            with self._lock:
+                self._updates.appendleft(update)
+            raise
+        else:
+            self._count(applied, stale)
 
     def _count(self, applied: int, stale: int) -> None:
-        self.applied += applied
-        self.stale += stale
-
-    def settle(self, timeout: float | None) -> None:
-        """Wait for the updates that are on their way. Raises Gone."""
         with self._lock:
-            while self._updates:
-                self._settle(timeout)
+            self.applied += applied
+            self.stale += stale
+
+    def _drop(self, n: int) -> None:
+        with self._lock:
+            self.dropped += n
+
+    def settle(self, give_up: float | None) -> bool:
+        """Wait for the updates that are on their way, None: as long as the shard gives answers. Whether all are settled. Raises Gone."""
+        while True:
+            if not self.usable:
+                self.drop_updates()
+            with self._lock:
+                if not self._updates:
+                    return True
+                ref, n = self._updates[0]
+            patience = time.monotonic() + self.timeout
+            if give_up is not None and give_up < patience:
+                ready, _ = need_ray().wait([ref], timeout=max(0.0, give_up - time.monotonic()))
+                if not ready:
+                    return False
+            with self._lock:
+                if not self._updates or self._updates[0][0] is not ref:
+                    continue  # another thread has it
+                self._updates.popleft()
+            self._settle((ref, n), patience)
 
     def drop_updates(self) -> None:
-        """The shard is lost."""
+        """The shard is lost, or silent."""
         with self._lock:
             self.dropped += sum(n for _, n in self._updates)
             self._updates.clear()
@@ -167,11 +213,7 @@ class Link:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        with self._lock:
-            drawers, self._drawers = list(self._drawers.values()), {}
-        for drawer in drawers:
-            with contextlib.suppress(Exception):
-                drawer.rb.close()
+        self._drawers.close()
         handle = self.client._handle
         with contextlib.suppress(Exception):
             if handle is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,10 @@ class Gone(Exception):
 
 class Silent(Exception):
     """No answer: it is restarting, or its node does not answer in time. What was asked may have been done."""
+
+
+class Late(Silent):
+    """No answer yet."""
 
 
 def need_ray() -> Any:
@@ -73,10 +78,21 @@ def ask(ref: Any, timeout: float | None = None) -> Any:
         if isinstance(cause, (Gone, Silent)) or not isinstance(cause, Exception):
             raise Silent(str(error)) from error
         raise cause from error
-    except (e.ActorUnavailableError, e.GetTimeoutError, e.ObjectLostError) as error:
+    except e.GetTimeoutError as error:
+        raise Late(first_line(error)) from error
+    except (e.ActorUnavailableError, e.ObjectLostError) as error:
         raise Silent(first_line(error)) from error
     except (e.RayActorError, e.ActorUnschedulableError, e.NodeDiedError, e.WorkerCrashedError) as error:
         raise Gone(first_line(error)) from error
+
+
+def check_process(pid: int, what: str) -> None:
+    """Raises RuntimeError in the child of a fork: Ray's connection, its threads and locks that were held stayed in the parent."""
+    if os.getpid() != pid:
+        raise RuntimeError(
+            f"{what}: this process {os.getpid()} was forked from process {pid}, whose connection to Ray does not work here: "
+            "spawn the process, or start it through Ray, and send it the handle (it pickles)"
+        )
 
 
 def check_alive(node: str) -> None:

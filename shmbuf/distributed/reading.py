@@ -16,36 +16,38 @@ from shmbuf.distributed.drawing import (
     NOTHING,
     Mass,
     Part,
+    Spec,
     assembled,
     counts_of,
-    spec_of,
     unit_of,
     weights_of,
 )
 from shmbuf.distributed.limiting import AHEAD
-from shmbuf.distributed.links import Link, Spec
-from shmbuf.distributed.rays import Gone, Silent, ask
-from shmbuf.distributed.sharing import Sharing
-from shmbuf.errors import NotEnoughRows, ShmbufError, StorageLost
+from shmbuf.distributed.links import Link, lost_is_gone
+from shmbuf.distributed.rays import Gone, Silent, ask, check_process, short
+from shmbuf.distributed.sharing import REFRESH, Sharing
+from shmbuf.errors import Lapped, NotEnoughRows, ShmbufError, StorageLost
 from shmbuf.face.prefetching import Prefetcher
 from shmbuf.priorities import as_priorities, check_weighting
-from shmbuf.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
+from shmbuf.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement, SliceSampler
 from shmbuf.schema import show_key
 from shmbuf.ticket import left_of, seconds_of
 
 _PAUSE = 0.01
 _ROUNDS = 50
-"""Times that what is missing of a batch is drawn again."""
+"""Times in a row that shards give nothing of what is missing of a batch."""
+
+
+class Unanswered(StorageLost):
+    """No shard answers, but some live: whoever waits for rows waits on."""
 
 
 class _Drawing(NamedTuple):
-    """A batch on its way: n rows, asked of shards; masses that the counts were drawn with."""
+    """A batch on its way: asked of shards, how many rows each; masses that the counts were drawn with; who draws them."""
 
-    n: int
-    unit: int
     masses: dict[int, Mass]
     asked: list[tuple[Link, int, Any]]
-    spec: Spec
+    sampler: Sampler
 
 
 class Reading(Sharing):
@@ -57,13 +59,6 @@ class Reading(Sharing):
         self._sampler = sampler
         self._credit = 0
         self._forget_masses()
-
-    def _spec(self, n: int) -> Spec:
-        kind, arguments = spec_of(self._sampler, n)
-        alone = isinstance(self._sampler, SamplerWithoutReplacement)  # epochs are a handle's own
-        if alone:
-            arguments["drop_last"] = False
-        return kind, arguments, self._identity if alone else None
 
     def _forget_masses(self) -> None:
         for link in self._links.values():
@@ -87,8 +82,11 @@ class Reading(Sharing):
             batch_size: instead of the constructor's. return_info: True: (batch, those entries as a dict).
             timeout: seconds to wait for rows, and for the limiter; None: for ever. beta: for this call.
 
+        With a seed (`attach`) and no prefetch the same calls draw the same of the same stored rows, unless a shard's actor is started again.
+
         Raises:
-            NotEnoughRows: no shard has rows; or the limiter. StorageLost: all shards are lost.
+            NotEnoughRows: no shard has rows; or the limiter. StorageLost: all shards are lost, or none of them answers.
+            TypeError: beta for a sampler that gives no weights.
         """
         self._check_open()
         n = positive(batch_size) if batch_size is not None else self.batch_size
@@ -99,20 +97,22 @@ class Reading(Sharing):
             )
         if beta is not None:
             check_weighting(beta, "buffer")
+            if not isinstance(self._sampler, PrioritizedSampler):
+                raise TypeError(f"beta={beta}: a {type(self._sampler).__name__} gives no weights")
         if self._ahead is not None and n == self.batch_size and beta is None:
             try:
                 td, info = self._ahead.take()
                 return (td, info) if return_info or include_info else td
-            except NotEnoughRows:
+            except (NotEnoughRows, Unanswered):
                 self._ahead.clear()
         since, seconds = time.monotonic(), seconds_of(timeout)
         self._permit(n, timeout)
         try:
             while True:
                 try:
-                    td = self._complete(self._begin(n, fresh=True), beta)
+                    td = self._complete(self._begin(self._sampler, n, fresh=True), beta)
                     break
-                except NotEnoughRows:
+                except (NotEnoughRows, Unanswered):
                     left = left_of(timeout, since)
                     if seconds == 0 or (left is not None and left <= 0):
                         raise
@@ -124,31 +124,48 @@ class Reading(Sharing):
         return (td, info) if return_info or include_info else td
 
     def _readable(self) -> list[Link]:
-        """The shards to sample: this train worker's, or all; without those that say nothing."""
-        links = self._living()
-        if self._only is not None:
-            mine = self._mine()
-            links = [k for k in links if k.number in mine] or links
-        found = []
-        for link in links:
-            try:
-                if link.usable:
-                    found.append(link)
-            except Gone as e:
-                self._lose(link.number, str(e))
-        if not found and not self._directory.living():
-            raise StorageLost(
-                f"all {len(self._directory.shards)} shards of buffer {self.name!r} are lost: {self._lost}"
-            )
-        return found
+        """The shards to sample: this train worker's, or all; without those that say nothing. Raises StorageLost, Unanswered."""
+        give_up = time.monotonic() + self._settings.remote_timeout
+        while True:
+            links = self._living()
+            if self._only is not None:
+                mine = self._mine()
+                links = [k for k in links if k.number in mine] or links
+            found = []
+            for link in links:
+                try:
+                    if link.usable:
+                        found.append(link)
+                except Gone as e:
+                    self._lose(link.number, str(e))
+            if not self._directory.living():
+                raise StorageLost(
+                    f"all {len(self._directory.shards)} shards of buffer {self.name!r} are lost: {self._lost}"
+                )
+            if found:
+                return found
+            if time.monotonic() > give_up:
+                raise self._unanswered()
+            time.sleep(_PAUSE)
+
+    def _unanswered(self) -> Unanswered:
+        silent = ", ".join(f"{k.number} on node {short(k.entry.node)}" for k in self._links.values() if k.silent)
+        return Unanswered(
+            f"no shard of buffer {self.name!r} that could be sampled has answered within {self._settings.remote_timeout:g} s; silent: {silent}. "
+            "Their processes are stopped or being started again, or the network is down; none is known to be lost. timeout= waits longer"
+        )
 
     def _mine(self) -> set[int]:
         """Of this train worker: as it was told; and what took the place of a shard that was lost."""
         assert self._only is not None
-        if any(k in self._lost for k in self._only):
+        now = time.monotonic()
+        if any(k in self._lost for k in self._only) and now - self._asked_only > REFRESH:
+            self._asked_only = now
             with contextlib.suppress(Gone, Silent):
                 self._only = ask(self._asking("shards_of", self._worker), 1.0)
         return set(self._only or ())
+
+    _asked_only = float("-inf")
 
     def _masses(self, links: list[Link], spec: Spec, fresh: bool) -> dict[int, Mass]:
         """Asked of all at once; fresh=False: what they last told will do."""
@@ -157,8 +174,11 @@ class Reading(Sharing):
         for link in links:
             if link.last is not None and not fresh and not link.is_local:
                 out[link.number] = link.last
-            else:
-                asked.append((link, link.ask_mass(spec, self._seed)))
+                continue
+            try:
+                asked.append((link, link.ask_mass(spec)))
+            except Gone as e:
+                self._lose(link.number, str(e))
         give_up = time.monotonic() + self._settings.remote_timeout
         for link, what in asked:
             try:
@@ -169,72 +189,78 @@ class Reading(Sharing):
                 link.went_silent()
         return out
 
-    def _begin(self, n: int, fresh: bool, without: frozenset[int] = frozenset()) -> _Drawing:
+    def _begin(self, sampler: Sampler, n: int, fresh: bool, without: frozenset[int] = frozenset()) -> _Drawing:
         """Ask shards for their parts of n rows. Local rows are drawn now; others are on their way."""
-        spec, unit = self._spec(n), unit_of(self._sampler, n)
-        links = [k for k in self._readable() if k.number not in without]
-        masses = self._masses(links, spec, fresh)
-        if not fresh and not any(m.sum > 0 for m in masses.values()):
-            masses = self._masses(links, spec, True)
+        spec, unit = Spec.of(sampler, n, self._identity, self._seed), unit_of(sampler, n)
+        while True:
+            links = [k for k in self._readable() if k.number not in without]
+            masses = self._masses(links, spec, fresh)
+            if not fresh and not any(m.sum > 0 for m in masses.values()):
+                masses = self._masses(links, spec, True)
+            if masses or not links:
+                break
+            if any(k.silent for k in links):
+                raise self._unanswered()
         links = [k for k in links if k.number in masses]
-        stratified = bool(getattr(self._sampler, "stratified", False))
+        stratified = bool(getattr(sampler, "stratified", False))
         shares = np.array([masses[k.number].sum for k in links], np.float64)
         counts = counts_of(n // unit, shares, self._rng, stratified)
-        asked = [(k, int(c) * unit, k) for k, c in zip(links, counts, strict=True) if c]
+        asked = [(k, int(c) * unit) for k, c in zip(links, counts, strict=True) if c]
         asked.sort(key=lambda a: a[0].is_local)  # those of other nodes first: they draw meanwhile
-        parts = [(k, rows, k.ask_part(spec, rows, self._seed)) for k, rows, _ in asked]
-        return _Drawing(n, unit, masses, parts, spec)
+        return _Drawing(masses, [(k, rows, k.ask_part(spec, rows)) for k, rows in asked], sampler)
 
     def _complete(self, drawing: _Drawing, beta: float | None = None) -> TensorDictBase:
         """What was asked for; what a shard cannot give is drawn from the others."""
         parts: list[tuple[int, Part]] = []
-        masses = dict(drawing.masses)
-        for _ in range(_ROUNDS):
-            missing, failed = 0, set()
+        masses, sampler, in_vain = dict(drawing.masses), drawing.sampler, 0
+        while True:
+            missing, failed, had = 0, set(), len(parts)
             give_up = time.monotonic() + self._settings.remote_timeout
             for link, rows, asked in drawing.asked:
                 try:
                     part = link.part(asked, give_up)
-                    parts.append((link.number, part))
-                    if isinstance(self._sampler, SamplerWithoutReplacement):
-                        missing += rows - len(part.td)
-                    continue
                 except Gone as e:
                     self._lose(link.number, str(e))
                 except Silent:
                     link.went_silent()
-                except NotEnoughRows:
+                except (NotEnoughRows, Lapped):
                     pass
+                else:
+                    if len(part.td):
+                        parts.append((link.number, part))
+                    if isinstance(sampler, SamplerWithoutReplacement):
+                        missing += rows - len(part.td)
+                    continue
                 failed.add(link.number)
-                masses[link.number] = NOTHING
                 missing += rows
+            drawn = {k for k, _ in parts}
+            for k in failed - drawn:  # what it gave before was drawn by the mass it had
+                masses[k] = NOTHING
             if not missing:
                 break
-            drawing = self._begin(missing, True, frozenset(failed))
+            in_vain = in_vain + 1 if len(parts) == had else 0
+            if in_vain > _ROUNDS:
+                raise ShmbufError(
+                    f"shards of buffer {self.name!r} gave fewer rows than they said they have, {_ROUNDS} times in a row"
+                )
+            drawing = self._begin(sampler, missing, True, frozenset(failed))
             for k, m in drawing.masses.items():
-                masses.setdefault(k, m)
-                if masses[k].sum == 0:
+                if masses.get(k, NOTHING).sum == 0:
                     masses[k] = m
-        else:
-            raise ShmbufError(
-                f"shards of buffer {self.name!r} gave fewer rows than they said they have, {_ROUNDS} times"
-            )
-        return self._batch(parts, masses, beta)
+        return self._batch(parts, masses, sampler, beta)
 
-    def _batch(self, parts: list[tuple[int, Part]], masses: dict[int, Mass], beta: float | None) -> TensorDictBase:
-        sampler = self._sampler
+    def _batch(
+        self, parts: list[tuple[int, Part]], masses: dict[int, Mass], sampler: Sampler, beta: float | None
+    ) -> TensorDictBase:
         if isinstance(sampler, PrioritizedSampler):
             exponent = sampler.beta if beta is None else float(beta)
             for (_, part), weights in zip(
                 parts, weights_of(parts, masses, exponent, sampler.normalize == "batch"), strict=True
             ):
                 part.td.set("priority_weight", weights)
-        elif beta is not None:
-            raise TypeError(f"beta={beta}: a {type(sampler).__name__} gives no weights")
-        n = sum(len(p.td) for _, p in parts)
         order = None
-        if unit_of(sampler, max(n, 1)) == 1:
-            order = torch.from_numpy(self._rng.permutation(n))
+        if not isinstance(sampler, SliceSampler):
+            order = torch.from_numpy(self._rng.permutation(sum(len(p.td) for _, p in parts)))
         return assembled([(k, p.td) for k, p in parts], order)
 
     def _finished(self, td: TensorDictBase) -> tuple[Any, dict[Any, Any]]:
@@ -260,7 +286,7 @@ class Reading(Sharing):
         def draw() -> _Drawing:
             self._permit(n, 0.0)
             try:
-                return self._begin(n, fresh=False)
+                return self._begin(self._sampler, n, fresh=False)
             except BaseException:
                 self._give(n)
                 raise
@@ -342,8 +368,12 @@ class Reading(Sharing):
             priority: [n] or one number; finite, ≥ 0. shard, row_id: [n] each, as in a sample.
 
         Shards of other nodes are told without waiting; `synchronize` waits. A row that has been overwritten meanwhile is left alone, and
-        counted (``priorities_stale``); so are those of lost shards (``priorities_dropped``).
+        counted (``priorities_stale``); so are those of shards that are lost or do not answer (``priorities_dropped``).
+
+        Raises:
+            ValueError, TypeError, IndexError: nothing was changed. Of a shard of another node row ids that it never had are counted as stale.
         """
+        self._check_open()
         if index is not None:
             raise TypeError(
                 "update_priority(None, priority, shard=, row_id=): an index does not say which row lay there"
@@ -363,7 +393,13 @@ class Reading(Sharing):
             raise IndexError(
                 f"shard {min(unknown)}: buffer {self.name!r} never had one of that number. Nothing was changed"
             )
-        for k in np.unique(shards).tolist():
+        if len(ids) and int(ids.min()) < 0:
+            j = int(np.flatnonzero(ids < 0)[0])
+            raise IndexError(f"row_id[{j}] = {ids[j]}: no row has such an id. Nothing was changed")
+        here = {s.number for s in self._directory.living() if s.node == self._here}
+        for k in sorted(
+            np.unique(shards).tolist(), key=lambda k: k not in here
+        ):  # this node's says at once what is wrong
             mine = shards == k
             if k in self._lost:
                 self._dropped += int(mine.sum())
@@ -410,14 +446,19 @@ class Reading(Sharing):
             )
         self.update_priority(None, data.get(name), shard=data.get("shard"), row_id=data.get("row_id"))
 
-    def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until the priorities that are on their way have arrived."""
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Wait until the priorities that are on their way have arrived; those of a shard that does not answer (``remote_timeout``) are dropped,
+        and counted. timeout: seconds for all; None: as long as shards answer. Returns whether none is on its way any more."""
+        check_process(self._pid, f"buffer {self.name!r}")
+        seconds, done = seconds_of(timeout), True
+        give_up = None if seconds < 0 else time.monotonic() + seconds
         for link in list(self._links.values()):
             try:
                 if link.number not in self._lost:
-                    link.settle(timeout)
+                    done = link.settle(give_up) and done
             except Gone as e:
                 self._lose(link.number, str(e))
+        return done
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 
@@ -431,9 +472,8 @@ class Reading(Sharing):
         out, give_up = {}, time.monotonic() + self._settings.remote_timeout
         for link, ref in asked:
             try:
-                out[link.number] = (
-                    local(link.client.local) if ref is None else ask(ref, max(0.0, give_up - time.monotonic()))
-                )
+                with lost_is_gone():
+                    out[link.number] = local(link.client.local) if ref is None else link.answer(ref, give_up)
             except Gone as e:
                 self._lose(link.number, str(e))
             except Silent:
@@ -475,5 +515,6 @@ class Reading(Sharing):
         }
 
     def query(self, predicate: Any = None, **how: Any) -> list[Any]:
-        """The trajectories of all shards, one shard's after the other's: see `ReplayBuffer.query`."""
-        return [t for link in self._living() for t in link.client._call("query", predicate, **how)]
+        """The trajectories of all shards, one shard's after the other's: see `ReplayBuffer.query`. All shards look at the same time."""
+        found = self._of_each(lambda link: link.client._call("query", predicate, **how))
+        return [t for each in found for t in each]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmbuf.attaching import attach
-from shmbuf.distributed.drawing import Drawer, Mass
+from shmbuf.distributed.drawing import Drawers, Mass, Part, Spec
 from shmbuf.distributed.keeper import Keeper
 from shmbuf.distributed.packing import pack
 from shmbuf.distributed.places import Recipe
-from shmbuf.samplers import SAMPLERS
 
 _UNLIMITED = 1 << 60
+_MOST_DRAWERS = 64
+"""Of handles of other nodes: one for each way of drawing, and for each handle that has epochs or a seed of its own."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Shard(Keeper):
     def __init__(self, recipe: Recipe, limited: bool = False):
         super().__init__(recipe)
         self._limited = limited
-        self._drawers: dict[str, Drawer] = {}
-        self._making = threading.Lock()
+        self._drawers = Drawers(lambda: self._main().name, _MOST_DRAWERS)
         self._held: Any = None
 
     def _made(self) -> Any:
@@ -79,22 +77,17 @@ class Shard(Keeper):
         rb.buffer._become_reader()  # drains for those whose ring nobody else empties
         return rb
 
-    def _drawer(self, spec: tuple[str, dict[str, Any], str | None]) -> Drawer:
-        key = repr(spec)
-        with self._making:
-            if key not in self._drawers:
-                name, arguments, _ = spec
-                self._drawers[key] = Drawer(attach(self._main().name, sampler=SAMPLERS[name](**arguments)))
-            return self._drawers[key]
+    def mass(self, spec: Spec) -> Mass:
+        return self._drawers.mass(spec)
 
-    def mass(self, spec: tuple[str, dict[str, Any], str | None]) -> Mass:
-        return self._drawer(spec).mass()
-
-    def draw(self, spec: tuple[str, dict[str, Any], str | None], n: int) -> Any:
+    def draw(self, spec: Spec, n: int) -> tuple[Part, Mass]:
         """A `Part`, packed, and the mass there is for the next one."""
-        drawer = self._drawer(spec)
-        td, leaves, mass = drawer.draw(n)
-        return pack(td), leaves, mass, drawer.mass()
+        part, mass = self._drawers.draw(spec, n)
+        return part._replace(td=pack(part.td)), mass
+
+    def leave(self, client: Any) -> None:
+        self._drawers.leave(client)
+        super().leave(client)
 
     def prioritise(self, ids: np.ndarray, priorities: np.ndarray) -> tuple[int, int]:
         """Set them; how many reached their row, and how many came late."""
@@ -122,8 +115,5 @@ class Shard(Keeper):
         return self._held
 
     def destroy(self) -> None:
-        with self._making:
-            for drawer in self._drawers.values():
-                drawer.rb.close()
-            self._drawers.clear()
+        self._drawers.close()
         super().destroy()

@@ -6,18 +6,22 @@ import os
 import threading
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shmbuf.distributed.directory import Directory, Entry, Settings, lost_text
 from shmbuf.distributed.joining import join, patiently
 from shmbuf.distributed.links import Link
-from shmbuf.distributed.rays import Gone, Silent, ask, here, need_ray
+from shmbuf.distributed.rays import Gone, Silent, ask, check_process, here, need_ray
+from shmbuf.errors import StorageLost
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import Sampler
 
-_REFRESH = 1.0
+T = TypeVar("T")
+REFRESH = 1.0
 """Seconds between two questions whether shards have joined."""
 
 
@@ -57,9 +61,11 @@ class Sharing:
 
         self._settings, self._coordinator, self._directory = settings, coordinator, directory
         self._worker, self._only = worker, only
-        self._links, self._lost = {}, {}
+        self._links: dict[int, Link] = {}
+        self._lost = {s.number: s.lost for s in directory.shards if s.lost is not None}  # that is old news
         self._seed = None if seed is None else checked_seed(seed)
         self._rng = np.random.default_rng(None if self._seed is None else self._seed % 2**63)
+        self._pid = os.getpid()
         self._here, self._identity = here(), os.urandom(8).hex()
         self._mutex = threading.RLock()
         self._refreshing: Any = None
@@ -106,7 +112,7 @@ class Sharing:
                 entry = self._directory.of(number)
                 assert entry is not None
                 try:
-                    link = self._links[number] = Link(self.name, entry, self._settings.remote_timeout)
+                    link = self._links[number] = Link(self.name, entry, self._settings.remote_timeout, self._identity)
                 except ValueError as e:  # Ray forgot its actor already
                     raise Gone(str(e)) from e
             return link
@@ -124,6 +130,7 @@ class Sharing:
         return found
 
     def _check_open(self) -> None:
+        check_process(self._pid, f"buffer {self.name!r}")
         if self._closed:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
 
@@ -142,7 +149,7 @@ class Sharing:
                     return
                 if found is not None:
                     self._take(found)
-            elif time.monotonic() - self._refreshed > _REFRESH:
+            elif time.monotonic() - self._refreshed > REFRESH:
                 self._refreshing = self._asking("directory", self._directory.version)
 
     def _asking(self, method: str, *args: Any) -> Any:
@@ -172,6 +179,25 @@ class Sharing:
                 self._mourn(entry)
         self._asking("lost", number, why)
 
+    def _of_each(self, work: Callable[[Link], T]) -> list[T]:
+        """What is done with each shard, with all at the same time, in the order of their numbers; one that is lost meanwhile is left out.
+        Raises what the first of the others raises, when all are done."""
+        links = self._living()
+        if not links:
+            return []
+        with ThreadPoolExecutor(len(links)) as threads:
+            doing = [threads.submit(work, link) for link in links]
+            wait(doing)
+        out = []
+        for link, done in zip(links, doing, strict=True):
+            try:
+                out.append(done.result())
+            except StorageLost as e:
+                if isinstance(e.__cause__, Silent):  # it may live
+                    raise
+                self._lose(link.number, str(e.__cause__ if isinstance(e.__cause__, Gone) else e))
+        return out
+
     def _mourn(self, entry: Entry) -> None:
         self._lost[entry.number] = entry.lost or ""
         link = self._links.get(entry.number)
@@ -199,7 +225,7 @@ class Sharing:
                     "alive": alive,
                     "why": entry.lost,
                     "local": alive and entry.node == self._here,
-                    "silent": alive and link is not None and link._ping is not None,
+                    "silent": alive and link is not None and link.silent,
                 }
             )
         return out

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from shmbuf._extension import native
+from shmbuf.errors import Lapped
+from shmbuf.failures import writer_text
 from shmbuf.priorities import check_formula, check_weighting
-from shmbuf.samplers.base import Sampler
+from shmbuf.reading import address_of
+from shmbuf.samplers.base import MAX_TRIES, Sampler, gather, wait_for_rows
+from shmbuf.ticket import left_of, seconds_of
 
 if TYPE_CHECKING:
+    from shmbuf.buffer import Buffer
     from shmbuf.storage import ShmStorage
 
+_NO_COLUMNS = native.Columns()
 REDUCTIONS = ("max", "min", "mean", "median", "sum")
 
 
@@ -140,6 +149,34 @@ class PrioritizedSampler(Sampler):
             timeout=timeout,
             pin=pin,
         )
+
+    def with_leaves(
+        self, storage: ShmStorage, batch_size: int, *, timeout: float | None = 0.0
+    ) -> tuple[TensorDictBase, np.ndarray]:
+        """For who weighs rows of several buffers against each other: a batch as of `sample`, without weights, and what its rows were drawn
+        by, ``(p + eps) ** alpha`` at that moment, float32[n]. The limiter is not asked. Errors as `sample`."""
+        since, buffer = time.monotonic(), storage.buffer
+        wait_for_rows(storage, timeout)
+        ids, leaves = self._starts(buffer, batch_size, left_of(timeout, since), self.stratified)
+
+        def again(bad: np.ndarray) -> np.ndarray:
+            new, leaves[bad] = self._starts(buffer, len(bad), left_of(timeout, since))
+            return new
+
+        return gather(storage, ids, again), leaves
+
+    def _starts(
+        self, buffer: Buffer, n: int, timeout: float | None, stratified: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """n rows by priority and their leaves."""
+        ids, leaves = np.zeros(n, np.int64), np.zeros(n, np.float32)
+        to = (address_of(ids), 0, address_of(leaves))
+        for _ in range(MAX_TRIES):
+            if buffer._call("choose_by_priority", n, stratified, to[0], to[2]) == n:
+                return ids, leaves
+            # Draw one row, of no column: that waits, or says why there is none.
+            buffer.draw_by_priority_into(_NO_COLUMNS, [], 1, *to, 0.0, False, "buffer", seconds_of(timeout))
+        raise Lapped(f"no {n:,} rows can be drawn by priority: {writer_text(buffer)}")
 
     def reduce(self, priority: torch.Tensor, n: int) -> torch.Tensor:
         """One number a row, of a priority [n, …]."""

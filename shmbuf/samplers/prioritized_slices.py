@@ -10,15 +10,12 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from shmbuf._extension import native
-from shmbuf.errors import Lapped
-from shmbuf.failures import writer_text
 from shmbuf.priorities import check_weighting
 from shmbuf.reading import address_of
 from shmbuf.samplers.base import gather
 from shmbuf.samplers.prioritized import PrioritizedSampler, number_of
 from shmbuf.samplers.slices import SliceSampler
-from shmbuf.ticket import left_of, seconds_of
+from shmbuf.ticket import left_of
 from shmbuf.trajectories import MAX_TRIES
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 # Rows drawn by priority for a batch: so many, or this part of the capacity; then all are looked at.
 _LEAST, _SHARE = 4096, 64
 _AT_ONCE, _WALKED = 1 << 18, 1 << 21  # ids of one walk; of all walks of a batch
-_NO_COLUMNS = native.Columns()
 
 
 class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
@@ -91,6 +87,22 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
         else:
             beta = number_of(beta)
             check_weighting(beta, self.normalize)
+        td, lens, leaves, length = self._drawn(storage, batch_size, timeout, pin)
+        storage.buffer._call("weigh", address_of(leaves), len(leaves), beta, self.normalize == "batch")
+        return self._finish(storage, td, lens, length, out, weights=leaves)
+
+    def with_leaves(
+        self, storage: ShmStorage, batch_size: int, *, timeout: float | None = 0.0
+    ) -> tuple[TensorDictBase, np.ndarray]:
+        td, lens, leaves, length = self._drawn(storage, batch_size, timeout, False)
+        td = self._finish(storage, td, lens, length, None, weights=leaves)
+        of_rows: Any = td.pop("priority_weight")
+        return td, np.asarray(of_rows)
+
+    def _drawn(
+        self, storage: ShmStorage, batch_size: int, timeout: float | None, pin: bool
+    ) -> tuple[TensorDictBase, np.ndarray, np.ndarray, int]:
+        """Rows of whole slices, how long these are, the leaves of their first rows, and the length asked for."""
         n, length = self._shape(batch_size)
         right = self._beyond(length)[1]
         since = time.monotonic()
@@ -101,9 +113,7 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
             new, lens[bad], leaves[bad] = self._choose(buffer, len(bad), length, right, timeout, since)
             return new
 
-        td = gather(storage, ids.reshape(-1), again, unit=length, pin=pin)
-        buffer._call("weigh", address_of(leaves), n, beta, self.normalize == "batch")
-        return self._finish(storage, td, lens, length, out, weights=leaves)
+        return gather(storage, ids.reshape(-1), again, unit=length, pin=pin), lens, leaves, length
 
     def _legal(self, buffer: Buffer, starts: np.ndarray, lens: np.ndarray, length: int, right: int) -> np.ndarray:
         legal = lens >= length - right
@@ -158,17 +168,6 @@ class PrioritizedSliceSampler(PrioritizedSampler, SliceSampler):
             if self._legal(buffer, starts[at], lens[have:], length, right).all():  # else they have gone meanwhile
                 return ids, lens, leaves
         raise buffer._slices_lapped(length)
-
-    def _starts(self, buffer: Buffer, n: int, timeout: float | None) -> tuple[np.ndarray, np.ndarray]:
-        """n rows by priority and their leaves."""
-        ids, leaves = np.zeros(n, np.int64), np.zeros(n, np.float32)
-        to = (address_of(ids), 0, address_of(leaves))
-        for _ in range(MAX_TRIES):
-            if buffer._call("choose_by_priority", n, False, to[0], to[2]) == n:
-                return ids, leaves
-            # Draw one row, of no column: that waits, or says why there is none.
-            buffer.draw_by_priority_into(_NO_COLUMNS, [], 1, *to, 0.0, False, "buffer", seconds_of(timeout))
-        raise Lapped(f"no {n:,} rows can be drawn by priority: {writer_text(buffer)}")
 
     def _all_starts(self, buffer: Buffer, length: int, right: int) -> tuple[np.ndarray, np.ndarray]:
         """All rows where a slice may begin now, and their leaves, float64: of each trajectory all but its last ones."""

@@ -12,6 +12,7 @@ from shmbuf import segment
 pytest.importorskip("ray")
 
 from tests.distributed.helpers import Nodes
+from tests.distributed.offline import Offline
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +27,14 @@ def cluster() -> Iterator[Nodes]:
     nodes = Nodes(2)
     yield nodes
     nodes.stop()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Offline]:
+    """Without Ray: actors are threads of this process."""
+    it = Offline(monkeypatch)
+    yield it
+    it.end()
 
 
 @pytest.fixture

@@ -59,11 +59,12 @@ def collector(node, rb, first):
 def test_a_nodes_death_loses_its_shard_and_nothing_else(cluster, buffer_name):
     """With batches drawn ahead and priorities on their way; then a new node joins."""
     node = cluster.add()
-    rb = make(buffer_name, nodes=[cluster.here, node])
+    rb = make(buffer_name, nodes=[cluster.here, node], env_ids=["a", "b"], num_train_workers=2)
     ahead = ShardedReplayBuffer.attach(buffer_name, prefetch=2)
+    worker = ShardedReplayBuffer.attach(buffer_name, train_worker=1)
     extend(rb, 0, 10, {})
     cluster.run(node, extend, rb, 1000, 10, {})
-    assert drawn_shards(rb) == {0, 1}
+    assert drawn_shards(rb) == {0, 1} and drawn_shards(worker) == {1}
     old = rb.sample(200)
     ahead.sample()
     cluster.kill(node)
@@ -87,7 +88,12 @@ def test_a_nodes_death_loses_its_shard_and_nothing_else(cluster, buffer_name):
     new = cluster.add()
     index, local = cluster.run(new, extend, rb, 2000, 10, {})
     assert local and index[0, 0] >= 2, "a number is never used again"
-    until(lambda: drawn_shards(rb) == {0, int(index[0, 0])})
+    number = int(index[0, 0])
+    until(lambda: drawn_shards(rb) == {0, number})
+    until(lambda: drawn_shards(worker) == {number})  # which took the lost one's place in the table
+    until(lambda: rb.extend(rows(3000, 2), env_id="b")[:, 0].tolist() == [number] * 2)
+    assert rb.extend(rows(3002, 2), env_id="a")[:, 0].tolist() == [0, 0]
+    worker.close()
     rb.shutdown()
 
 
@@ -132,6 +138,30 @@ def test_a_shards_actor_is_killed_and_nothing_is_lost(cluster, buffer_name):
         assert len(rb) == 40 and rb.stats()["lost_shards"] == 0
     found = [*rb.shard(0)[:]["k"].tolist(), *rb.shard(1)[:]["k"].tolist()]
     assert sorted(found) == [*range(10), *range(1000, 1030)]
+    rb.shutdown()
+
+
+def test_a_stopped_shard_is_left_out_and_comes_back(cluster, buffer_name):
+    rb = make(buffer_name, nodes=[cluster.here, cluster.others[0]])
+    extend(rb, 0, 10, {})
+    cluster.run(cluster.others[0], extend, rb, 1000, 10, {})
+    assert drawn_shards(rb) == {0, 1}
+    pid = ray.get(rb.shard(1)._keeper.pid.remote(), timeout=60)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            assert drawn_shards(rb) == {0}
+        assert [s["silent"] for s in rb.shards()] == [False, True]
+        for _ in range(20):
+            rb.update_priority(None, 2.0, shard=[0, 1], row_id=[0, 0])
+        assert rb.synchronize(), "nobody waits for it"
+        stats = rb.stats()
+        assert (stats["priorities_set"], stats["priorities_dropped"], stats["lost_shards"]) == (20, 20, 0)
+        assert not rb.shard(1).is_alive
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: drawn_shards(rb) == {0, 1})
+    assert rb.shard(1).is_alive and len(rb) == 20 and not any(s["silent"] for s in rb.shards())
     rb.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -139,6 +140,8 @@ def test_a_client_of_another_node_asks_ahead(cluster, buffer_name):
             batch = rb.sample()
             assert len(batch) == 8 and whole(batch)
         assert rb._coming and rb.local is None
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(lambda _: whole(rb.sample()), range(40)))
         rb.empty()
         with pytest.raises(NotEnoughRows):
             until(lambda: rb.sample() is None)
