@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from shmbuf.attaching import attach
 from shmbuf.distributed.drawing import Drawer, Mass
 from shmbuf.distributed.keeper import Keeper
+from shmbuf.distributed.limiting import Report
 from shmbuf.distributed.packing import pack
 from shmbuf.distributed.places import Recipe
 from shmbuf.samplers import SAMPLERS
 
 _UNLIMITED = 1 << 60
+_NUM = 4096
+"""Samples that weigh as much as a row: who samples the shard alone is counted by its segment, and moves the cap by next to nothing."""
 
 
 @dataclass(frozen=True)
 class _Cap:
-    """A limiter that counts no samples: rows are taken in until the difference is ``room``."""
+    """A limiter that counts hardly any samples: rows are taken in until the difference is ``room``."""
 
     room: int
     strict = False
 
     def words(self, batch: int = 1) -> tuple[int, int, int, float | None, float | None]:
-        return 1, 1, 0, float(-_UNLIMITED), float(self.room)
-
-
-class Report(NamedTuple):
-    """rows: ever inserted into the shard; waiting: collectors wait to insert more."""
-
-    rows: int
-    waiting: bool
+        return _NUM, 1, 0, float(-_UNLIMITED), float(self.room)
 
 
 def set_cap(buffer: Any, cap: int | None) -> Report:
@@ -46,16 +42,17 @@ def set_cap(buffer: Any, cap: int | None) -> Report:
         if state is None:
             buffer.set_limiter(_Cap(0))
             state = buffer.limiter_state()
-        buffer.set_limiter(_Cap(round(state["diff"]) + cap - state["inserted"]))
+        buffer.set_limiter(_Cap(round(state["diff"]) + (cap - state["inserted"]) * _NUM))
     return report(buffer)
 
 
 def report(buffer: Any) -> Report:
+    state = buffer.limiter_state()
+    cap = None if state is None else state["inserted"] + round(state["max_diff"] - state["diff"]) // _NUM
     if buffer.schema is None:
-        return Report(0, False)
-    counters, state = buffer._call("counters"), buffer.limiter_state()
-    held = state is not None and state["allowance"] == 0
-    return Report(counters["rows_total"], bool(held and counters["ring_used_bytes"]))
+        return Report(0, False, cap)
+    counters = buffer._call("counters")
+    return Report(counters["rows_total"], counters["ring_used_bytes"] > 0, cap)
 
 
 class Shard(Keeper):
