@@ -46,7 +46,9 @@ class Allowance:
     owed: int = 0  # of these, given back: granted again before others
     gone: int = 0  # rows inserted into shards that are lost
     inserted: dict[int, int] = field(default_factory=dict)  # by shard, as it last said
-    caps: dict[int, int | None] = field(default_factory=dict)  # what it last said its segment has. Missing, None: may be anything
+    caps: dict[int, int | None] = field(
+        default_factory=dict
+    )  # what it last said its segment has. Missing, None: may be anything
     told: dict[int, int] = field(default_factory=dict)  # caps that are sent until confirmed
     start: dict[int, int] = field(default_factory=dict)  # what its level counts from
     waiting: set[int] = field(default_factory=set)

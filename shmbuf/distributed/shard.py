@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shmbuf.attaching import attach
+from shmbuf.distributed.directory import actor, coordinator_name
 from shmbuf.distributed.drawing import Drawer, Mass
 from shmbuf.distributed.keeper import Keeper
 from shmbuf.distributed.limiting import Report
 from shmbuf.distributed.packing import pack
 from shmbuf.distributed.places import Recipe
+from shmbuf.distributed.rays import need_ray
 from shmbuf.samplers import SAMPLERS
 
 _UNLIMITED = 1 << 60
@@ -55,15 +59,39 @@ def report(buffer: Any) -> Report:
     return Report(counters["rows_total"], counters["ring_used_bytes"] > 0, cap)
 
 
-class Shard(Keeper):
-    """A `Keeper` that also draws, for handles on other nodes. limited: nothing may be inserted before a cap is set."""
+_LOOK = 5.0
+"""Seconds between two looks whether the coordinator is there, of a buffer that ends with its maker."""
 
-    def __init__(self, recipe: Recipe, limited: bool = False):
+
+class Shard(Keeper):
+    """A `Keeper` that also draws, for handles on other nodes. limited: nothing may be inserted before a cap is set. follows: the
+    buffer whose coordinator it ends with; None: it stays."""
+
+    def __init__(self, recipe: Recipe, limited: bool = False, follows: str | None = None):
         super().__init__(recipe)
         self._limited = limited
         self._drawers: dict[str, Drawer] = {}
         self._making = threading.Lock()
-        self._held: Any = None
+        self._state: bytes | None = None
+        self._books: bytes | None = None
+        if follows is not None:
+            threading.Thread(target=self._following, args=(follows,), daemon=True).start()
+
+    def _following(self, name: str) -> None:
+        """Whoever made the buffer may be killed: Ray ends his coordinator then, and nobody shuts the shards down."""
+        ray, missed = need_ray(), 0
+        while missed < 3:
+            time.sleep(_LOOK)
+            try:
+                actor(coordinator_name(name))
+                missed = 0
+            except ValueError:
+                missed += 1
+            except Exception:  # Ray itself does not answer: that says nothing
+                continue
+        with contextlib.suppress(Exception):
+            self.destroy()
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def _made(self) -> Any:
         rb = super()._made()
@@ -104,19 +132,20 @@ class Shard(Keeper):
     def figures(self) -> dict[str, Any]:
         return self._main().stats()
 
-    def cap(self, cap: int | None, held: Any = None) -> Report:
-        """Set the cap (negative: leave it), keep what the coordinator would lose; see `set_cap`."""
-        if held is not None:
-            self._held = held
+    def cap(self, cap: int | None, numbers: bytes | None) -> Report:
+        """Set the cap (negative: leave it; see `set_cap`), and keep what the coordinator would lose."""
+        if numbers is not None:
+            self._books = numbers
         buffer = self._main().buffer
         return report(buffer) if cap is not None and cap < 0 else set_cap(buffer, cap)
 
-    def hold(self, held: Any) -> None:
-        self._held = held
+    def hold(self, state: bytes, numbers: bytes) -> None:
+        """Of the coordinator: its directory and routes, its limiter's books."""
+        self._state, self._books = state, numbers
 
-    def held(self) -> Any:
-        """What `hold` was given last; None: nothing since this process began."""
-        return self._held
+    def held(self) -> tuple[bytes | None, bytes | None]:
+        """None: nothing since this process began."""
+        return self._state, self._books
 
     def destroy(self) -> None:
         with self._making:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ class Sharing:
         known = {s.number for s in directory.shards}
         for entry in self._directory.shards:
             if entry.number not in known:  # an older one, of a coordinator that was started again
-                directory = Directory(directory.version, directory.next, (*directory.shards, entry))
+                directory = replace(directory, shards=(*directory.shards, entry))
         news = [s for s in directory.shards if s.lost is not None and s.number not in self._lost]
         for number, why in self._lost.items():
             directory = directory.without(number, why)

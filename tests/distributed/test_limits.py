@@ -94,8 +94,9 @@ def test_the_ratio_holds_over_all_shards_whoever_dies(cluster, buffer_name):
         rb.sample(timeout=60)
     assert within(rb, 2)[0] > before
     # and at the end of a run nothing is limited
-    with pytest.raises(ValueError, match="constructor's"):
-        rb.set_limiter(MinSize(1))
+    with pytest.raises(ValueError, match="could never be sampled"):
+        rb.set_limiter(RateLimiter(SPI, 8, (0.0, 4.0)))
+    assert rb.stats()["limiter"]["max_diff"] == HIGH, "nothing changed"
     rb.set_limiter(None)
     stored = rb.write_count
     until(lambda: rb.write_count > stored + 4 * HIGH)

@@ -336,7 +336,7 @@ def test_a_process_of_a_node_without_a_shard_gets_one(cluster, buffer_name):
 def test_saved_and_loaded_shard_by_shard(cluster, rb, buffer_name, tmp_path):
     fill(cluster, rb, 6, 9)
     rb.dumps(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["shard-0", "shard-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["limiter.json", "shard-0", "shard-1"]
     rb.empty()
     rb.loads(tmp_path)
     assert len(rb) == 15 and sorted(rb.shard(1)[:]["k"].tolist()) == list(range(1000, 1009))
