@@ -45,6 +45,8 @@ _RECOVERY = 5.0
 """Seconds for the shards to hand over the state they hold."""
 _MAKING = 20.0
 """Seconds without a word after which somebody who was to make a shard is taken for dead."""
+_LOST_VERSIONS = 1000
+"""More than there were since the shards were told; so that no two directories have the same version."""
 _LEFT_OVER = 20.0
 """Seconds to remove shards of an earlier buffer of that name, whose coordinator is gone."""
 
@@ -291,11 +293,11 @@ class Coordinator:
 
     def _publish(self) -> None:
         with self._lock, self._tables:  # pickled here: others change it
-            state = pickle.dumps((self._directory, self._routes))
+            state, version = pickle.dumps((self._directory, self._routes)), self._directory.version
         numbers, self._published = self._numbers(), time.monotonic()
         for entry in self._directory.living():
             with contextlib.suppress(Exception):
-                self._actor(entry.number).hold.options(concurrency_group="looking").remote(state, numbers)
+                self._actor(entry.number).hold.options(concurrency_group="looking").remote(version, state, numbers)
 
     def _recover(self) -> None:
         """The newest directory and the newest numbers that any shard holds; then shards that none of it knows."""
@@ -314,7 +316,9 @@ class Coordinator:
                 numbers += [] if held is None else [pickle.loads(held)]
         if states:
             kept, self._routes = max(states, key=lambda s: s[0].version)
-            self._directory = replace(kept, version=kept.version + 1, next=max(kept.next, self._directory.next))
+            self._directory = replace(
+                kept, version=kept.version + _LOST_VERSIONS, next=max(kept.next, self._directory.next)
+            )
         if numbers:
             self._clock, self._allowance = max(numbers, key=lambda n: n[0])
         elif not states and self._settings.limiter is not None:  # nobody holds anything: as in the beginning

@@ -74,6 +74,7 @@ class Shard(Keeper):
         self._making = threading.Lock()
         self._state: bytes | None = None
         self._books: bytes | None = None
+        self._version = -1
         if follows is not None:
             threading.Thread(target=self._following, args=(follows,), daemon=True).start()
 
@@ -139,9 +140,12 @@ class Shard(Keeper):
         buffer = self._main().buffer
         return report(buffer) if cap is not None and cap < 0 else set_cap(buffer, cap)
 
-    def hold(self, state: bytes, numbers: bytes) -> None:
+    def hold(self, version: int, state: bytes, numbers: bytes) -> None:
         """Of the coordinator: its directory and routes, its limiter's books."""
-        self._state, self._books = state, numbers
+        with self._making:  # what was sent later may come earlier
+            if version >= self._version:
+                self._version, self._state = version, state
+            self._books = numbers
 
     def held(self) -> tuple[bytes | None, bytes | None]:
         """None: nothing since this process began."""
