@@ -147,6 +147,28 @@ def test_a_limiter_is_set_changed_and_taken_away_while_all_work(cluster, buffer_
     rb.shutdown()
 
 
+def test_loaded_rows_hold_up_no_collector(cluster, buffer_name, tmp_path):
+    rb = make(buffer_name, RateLimiter(SPI, 8, (LOW, HIGH)))
+    rb.extend(rows(0, 100), timeout=60)
+    for _ in range(5):
+        rb.sample(timeout=60)
+    until(lambda: rb.stats()["limiter"]["inserted"] == 100)
+    rb.dumps(tmp_path)
+    diff = rb.stats()["limiter"]["diff"]
+    rb.extend(rows(100, 20), timeout=60)
+    rb.loads(tmp_path)
+    assert len(rb) == 100 and rb.stats()["limiter"]["diff"] == diff, "the rows came in once more"
+    rb.extend(rows(200, 20), timeout=60)
+    until(lambda: rb.stats()["limiter"]["diff"] == diff + 20 * SPI)
+    rb.set_limiter(None)
+    rb.loads(tmp_path)
+    (tmp_path / "limiter.json").unlink()  # of an earlier version
+    rb.set_limiter(RateLimiter(SPI, 8, (LOW, HIGH)))
+    rb.loads(tmp_path)
+    assert rb.stats()["limiter"]["diff"] == 0
+    rb.shutdown()
+
+
 def stands_still(rb):
     """The rows that were stored, if for half a second no more came."""
     before = rb.write_count
