@@ -142,7 +142,8 @@ class Coordinator:
             number = self._directory.next
             self._directory = replace(self._directory, next=number + 1)
             limited = self._allowance is not None and self._allowance.caps_inserts
-            self._making[node] = Reserved("make", number, limited), time.monotonic()
+            before = -1 if reserved is None else reserved.number
+            self._making[node] = Reserved("make", number, limited, before), time.monotonic()
             return self._making[node][0]
 
     def making(self, node: str, number: int) -> None:

@@ -78,11 +78,12 @@ class Settings(NamedTuple):
 
 class Reserved(NamedTuple):
     """Of a node's shard. what: "there": it has that number; "make": the asker is to make it; "wait": somebody else makes it. limited:
-    nothing may be inserted into it before a cap is set."""
+    nothing may be inserted into it before a cap is set. before: the number with which somebody was to make it who is dead; −1: nobody."""
 
     what: str
     number: int
     limited: bool = False
+    before: int = -1
 
 
 @dataclass

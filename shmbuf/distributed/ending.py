@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,8 @@ from shmbuf.distributed.directory import Entry, shard_name
 from shmbuf.distributed.places import segment_name
 from shmbuf.distributed.rays import NAMESPACE, alive_nodes, need_ray, on
 from shmbuf.errors import BufferNotFound
+
+SWEEP = 30.0
 
 
 def named_shards(name: str) -> dict[int, Any]:
@@ -28,9 +29,8 @@ def named_shards(name: str) -> dict[int, Any]:
 
 def end_shards(name: str, entries: Sequence[Entry], timeout: float) -> None:
     """Remove the segments and end the actors: those that exist, and what is left of others. Waits ``timeout`` seconds for all
-    together; who does not answer by then is killed, and his segment removed by another process of his node."""
+    together; who does not answer by then is killed, and his segment removed by another process of his node, within `SWEEP` seconds."""
     ray = need_ray()
-    give_up = time.monotonic() + timeout
     actors = named_shards(name)
     asked = {}
     for number, shard in actors.items():
@@ -38,7 +38,7 @@ def end_shards(name: str, entries: Sequence[Entry], timeout: float) -> None:
             asked[shard.destroy.options(concurrency_group="ending").remote()] = number
     done: set[int] = set()
     if asked:
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(0.0, timeout * 0.7))
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(0.0, timeout))
         for ref in ready:
             with contextlib.suppress(Exception):
                 ray.get(ref, timeout=1.0)
@@ -46,10 +46,10 @@ def end_shards(name: str, entries: Sequence[Entry], timeout: float) -> None:
     for shard in actors.values():
         with contextlib.suppress(Exception):
             ray.kill(shard)
-    _sweep(name, {e.number: e.node for e in entries}, {*actors, *(e.number for e in entries)} - done, give_up)
+    _sweep(name, {e.number: e.node for e in entries}, {*actors, *(e.number for e in entries)} - done)
 
 
-def _sweep(name: str, known: dict[int, str], numbers: set[int], give_up: float) -> None:
+def _sweep(name: str, known: dict[int, str], numbers: set[int]) -> None:
     ray = need_ray()
     alive = alive_nodes() if numbers else []
     names: dict[str, list[str]] = {}
@@ -59,7 +59,7 @@ def _sweep(name: str, known: dict[int, str], numbers: set[int], give_up: float) 
     task = ray.remote(num_cpus=0, max_retries=0)(remove_segments)
     refs = [task.options(scheduling_strategy=on(node)).remote(found) for node, found in names.items() if node in alive]
     if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=max(0.0, give_up - time.monotonic()))
+        ray.wait(refs, num_returns=len(refs), timeout=SWEEP)
 
 
 def remove_segments(names: list[str]) -> None:

@@ -86,6 +86,8 @@ def join(settings: Settings, coordinator: Any, node: str, timeout: float | None 
         reserved = patiently(coordinator, "reserve", node, timeout=left_of(most, since))
         if reserved.what == "there":
             return reserved.number
+        if reserved.before >= 0 and _tell_of(settings, coordinator, node, reserved.before, 10.0):
+            return reserved.before
         if reserved.what == "make":
             making = _Making(settings, coordinator, node, reserved.number, reserved.limited)
             making.start()
@@ -96,7 +98,7 @@ def join(settings: Settings, coordinator: Any, node: str, timeout: float | None 
                 return reserved.number
         elif time.monotonic() - looked > _LOOK:  # who was to make it may have been killed when it was there
             looked = time.monotonic()
-            _tell_of(settings, coordinator, node, reserved.number)
+            _tell_of(settings, coordinator, node, reserved.number, _LOOK)
         if time.monotonic() - since > most:
             raise ShmbufError(
                 f"the shard of node {short(node)} of buffer {settings.name!r} is still being made after {most:.3g} s. Nothing was stored"
@@ -104,14 +106,15 @@ def join(settings: Settings, coordinator: Any, node: str, timeout: float | None 
         time.sleep(0.05)
 
 
-def _tell_of(settings: Settings, coordinator: Any, node: str, number: int) -> None:
+def _tell_of(settings: Settings, coordinator: Any, node: str, number: int, timeout: float) -> bool:
+    """Tell the coordinator of a shard that is there though nobody says so."""
     try:
         shard = actor(shard_name(settings.name, number))
-        place = ask(shard.open.options(concurrency_group="looking").remote(), _LOOK)
+        place = ask(shard.open.options(concurrency_group="looking").remote(), timeout)
     except Exception:  # not there yet, or it cannot be made: whoever makes it hears why
-        return
-    with contextlib.suppress(Silent):
-        ask(coordinator.joined.options(concurrency_group="asking").remote(Entry(number, node, place)), 10.0)
+        return False
+    patiently(coordinator, "joined", Entry(number, node, place))
+    return True
 
 
 def join_all(settings: Settings, coordinator: Any, nodes: list[str]) -> Directory:

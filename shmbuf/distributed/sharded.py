@@ -13,7 +13,7 @@ from shmbuf.attaching import positive
 from shmbuf.distributed.coordinator import start
 from shmbuf.distributed.directory import Routes, Settings, actor, coordinator_name
 from shmbuf.distributed.drawing import check_sampler, spec_of
-from shmbuf.distributed.ending import end_shards
+from shmbuf.distributed.ending import SWEEP, end_shards
 from shmbuf.distributed.joining import join_all, patiently
 from shmbuf.distributed.keeper import made_of
 from shmbuf.distributed.limiting import Allowance
@@ -227,7 +227,7 @@ class ShardedReplayBuffer(Reading, Writing):
             link.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End all shards, for everybody, and remove their segments. timeout: seconds to wait for it."""
+        """End all shards, for everybody, and remove their segments. timeout: seconds (default: 60) until shards that do not answer are killed."""
         self.close()
         _end(self._coordinator, self.name, 60.0 if timeout is None else timeout)
 
@@ -338,7 +338,7 @@ def _end(coordinator: Any, name: str, timeout: float = 60.0) -> None:
     """Also where the coordinator is dead, or does not answer."""
     ray = need_ray()
     try:
-        ask(coordinator.shutdown.options(concurrency_group="ending").remote(timeout * 0.7), timeout)
+        ask(coordinator.shutdown.options(concurrency_group="ending").remote(timeout), timeout + 2 * SWEEP)
     except Exception:
         with contextlib.suppress(Exception):
             ray.kill(coordinator)

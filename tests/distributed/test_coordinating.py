@@ -66,7 +66,7 @@ class Method:
 
 class Ref:
     def __init__(self, f, args):
-        self.shard, self.f, self.args, self.answered = f.__self__, f, args, None
+        self.shard, self.f, self.args = f.__self__, f, args
 
     def ready(self):
         return not self.shard.mute
@@ -181,7 +181,7 @@ def test_without_a_limiter_caps_go_away_also_of_a_shard_that_was_down_or_joins_l
     until(lambda: rows(ray) == HIGH)
     ray.shards[1].down = True
     reserved = c.reserve(NODES[2])
-    assert reserved == ("make", 2, True)
+    assert reserved == ("make", 2, True, -1)
     c.limit(None, 8)
     until(lambda: ray.shards[0].limit is None)
     assert ray.shards[1].limit is not None and not c.directory().limited and c.limits() is None
@@ -272,22 +272,22 @@ def test_loading_makes_nobody_wait(ray):
 
 def test_who_makes_a_shard_says_so_or_is_taken_for_dead(ray, monkeypatch):
     c = made(ray, None, 0)
-    assert c.reserve(NODES[0]) == ("make", 0, False) and c.reserve(NODES[0]) == ("wait", 0, False)
+    assert c.reserve(NODES[0])[:2] == ("make", 0) and c.reserve(NODES[0])[:2] == ("wait", 0)
     monkeypatch.setattr(coordinating, "_MAKING", 0.2)
     give_up = time.monotonic() + 0.5
     while time.monotonic() < give_up:
         c.making(NODES[0], 0)
         assert c.reserve(NODES[0]).what == "wait"
-    until(lambda: c.reserve(NODES[0]) == ("make", 1, False))
+    until(lambda: c.reserve(NODES[0]) == ("make", 1, False, 0))
     c.making(NODES[0], 0)
     c.failed(NODES[0], 0)  # of one that was thought dead
     assert c.reserve(NODES[0]).what == "wait"
     c.failed(NODES[0], 1)
-    assert c.reserve(NODES[0]) == ("make", 2, False)
+    assert c.reserve(NODES[0]) == ("make", 2, False, -1)
     ray.shards[2] = Shard()
     first = c.joined(Entry(2, NODES[0], entry(0).place))
     assert c.joined(Entry(2, NODES[0], entry(0).place)) == first, "who waited for it may say so, too"
-    assert c.reserve(NODES[0]) == ("there", 2, False)
+    assert c.reserve(NODES[0])[:2] == ("there", 2)
     end(c)
     for late in (lambda: c.reserve(NODES[1]), lambda: c.joined(entry(1))):
         with pytest.raises(ShmbufError, match="being shut down"):
@@ -333,6 +333,19 @@ def test_a_put_waits_for_a_shard_no_longer_than_it_may(monkeypatch):
     go_on.set()
     until(lambda: ("joined", Entry(4, NODES[0], None)) in told)
     assert joining.join(settings(), None, NODES[0], 60.0) == 4
+
+
+def test_who_takes_over_looks_first_for_what_the_dead_left(monkeypatch):
+    told = []
+    answers = {"reserve": Reserved("make", 4, False, 3)}
+    monkeypatch.setattr(joining, "patiently", lambda c, method, *args, **how: told.append(args) or answers.get(method))
+    monkeypatch.setattr(joining, "actor", lambda name: SimpleNamespace(open=Method(Shard()._held)))
+    monkeypatch.setattr(joining, "ask", lambda ref, timeout: entry(0).place)
+    monkeypatch.setattr(joining, "make_shard", lambda *args: told.append("made"))
+
+    assert joining.join(settings(), None, NODES[0]) == 3 and (Entry(3, NODES[0], entry(0).place),) in told
+    monkeypatch.setattr(joining, "actor", lambda name: told.append(name) or {}["none"])
+    assert joining.join(settings(), None, NODES[0]) == 4 and told[-2:] == ["shmbuf.b.shard.3", "made"]
 
 
 class Writer(Writing):
