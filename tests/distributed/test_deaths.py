@@ -220,7 +220,9 @@ def test_what_a_killed_maker_left_can_be_used_and_removed(cluster, buffer_name):
     ray.kill(rb.shard(0)._keeper)
     rb.shutdown(10)
     assert not segments(buffer_name)
-    # Nor does a buffer whose coordinator was killed for good keep its name.
+
+
+def test_a_buffer_whose_coordinator_was_killed_for_good_does_not_keep_its_name(cluster, buffer_name):
     rb = make(buffer_name, nodes=[cluster.here])
     rb.extend(rows(0, 3))
     ray.kill(rb._coordinator)
