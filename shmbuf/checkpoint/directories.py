@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -35,12 +36,20 @@ def step(name: str) -> None:
     """Called between any two steps that a kill may separate; tests put their own here."""
 
 
+def _beside(target: Path, kind: str) -> str:
+    """How names of what is made beside it begin: they are longer than its own, so of a long one only a part is in them."""
+    name = os.fsencode(target.name)
+    if len(name) > 200:
+        name = name[:180] + hashlib.sha256(name).hexdigest()[:16].encode()
+    return f".{os.fsdecode(name)}.shmbuf-{kind}."
+
+
 def _temporary(target: Path, kind: str) -> Path:
-    return target.parent / f".{target.name}.shmbuf-{kind}.{secrets.token_hex(6)}"
+    return target.parent / f"{_beside(target, kind)}{secrets.token_hex(6)}"
 
 
 def _left(target: Path, kind: str) -> list[Path]:
-    prefix = f".{target.name}.shmbuf-{kind}."
+    prefix = _beside(target, kind)
     with contextlib.suppress(FileNotFoundError):
         return sorted(p for p in target.parent.iterdir() if p.name.startswith(prefix))
     return []
@@ -63,6 +72,18 @@ def _alone(path: Path) -> int | None:
         raise
     os.close(fd)
     return None
+
+
+def place_of(path: str | os.PathLike) -> Path:
+    """Where it leads. Raises CheckpointError: nowhere."""
+    try:
+        os.stat(path)
+    except ValueError as e:
+        raise CheckpointError(f"{os.fspath(path)!r:.300} is no path: {e}") from None
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise CheckpointError(f"{os.fspath(path)!r:.300} is no path: {e.strerror}") from None
+    return Path(os.path.realpath(path))
 
 
 def settle(target: Path) -> Path:
@@ -215,7 +236,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     Raises:
         CheckpointError: the place is taken by something that is no checkpoint. OSError: there is no room: says where.
     """
-    target = Path(os.path.realpath(path))
+    target = place_of(path)
     _check_target(target)
     _make_parents(target)
     _collect(target)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shmbuf.checkpoint import layout
+from shmbuf.checkpoint.directories import place_of
 from shmbuf.checkpoint.layout import Root, Stored, number
 from shmbuf.errors import CheckpointError, SchemaError
 from shmbuf.schema import Column, Schema, as_key, show_key
@@ -28,7 +28,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.root = Root(Path(os.path.realpath(path)))
+        self.root = Root(place_of(path))
         self.path = self.root.path
         try:
             self._read()

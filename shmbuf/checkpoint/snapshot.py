@@ -86,12 +86,18 @@ class _Copy:
 
     def run(self, complete: bool, timeout: float, paths: list[Path]) -> Copied:
         for left in reversed(range(INSTANTS)):
-            copied = self._instant(complete or not left, timeout, paths)
+            copied = self._instant(complete or not left, timeout)
             if not copied.lost or copied.end > copied.first:
                 break
-        return copied
+        n, slot = copied.end - copied.first, copied.first_slot
+        if n == self.buf.capacity or not slot:
+            return copied
+        # TorchRL's files begin with slot 0 unless they are full. From here on they are other files than `fds`.
+        for p, c in zip(paths, self.schema.columns, strict=True):
+            _straighten(p, slot * c.nbytes, n * c.nbytes, self.buf.capacity * c.nbytes)
+        return copied._replace(first_slot=0)
 
-    def _instant(self, complete: bool, timeout: float, paths: list[Path]) -> Copied:
+    def _instant(self, complete: bool, timeout: float) -> Copied:
         buf, capacity = self.buf, self.buf.capacity
         with self._pinned(complete, timeout):
             counters, limiter = self._figures()
@@ -124,17 +130,12 @@ class _Copy:
                 at += n
                 self.tell(at - asked, end - asked)
                 directories.step("copied")
-        n, slot = end - first, first % capacity
-        if n < capacity and slot:  # TorchRL's files begin with slot 0 unless they are full
-            for p, c in zip(paths, self.schema.columns, strict=True):
-                _straighten(p, slot * c.nbytes, n * c.nbytes, capacity * c.nbytes)
-            slot = 0
         streams = heads = None
         if before is not None:
             assert whole is not None
             streams, heads = _streams(before[first - asked :], first, whole)
         kept = None if kept is None else kept[first - asked :]
-        return Copied(first, end, first - asked, slot, counters, limiter, kept, streams, heads)
+        return Copied(first, end, first - asked, first % capacity, counters, limiter, kept, streams, heads)
 
     @contextlib.contextmanager
     def _pinned(self, complete: bool, timeout: float) -> Iterator[None]:

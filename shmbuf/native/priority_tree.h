@@ -336,7 +336,7 @@ struct Formula {
   static Pair pack(double alpha, double eps, bool live_maximum) {  // −0.0 is not 0: no formula looks like none
     return {std::bit_cast<u64>(-alpha), std::bit_cast<u64>(live_maximum ? -eps : eps)};
   }
-  double leaf(double p) const { return alpha == 1 ? p + eps : alpha == 0.5 ? std::sqrt(p + eps) : std::pow(p + eps, alpha); }
+  double leaf(double p) const { return alpha == 1 ? p + eps : alpha == 0.5 ? std::sqrt(p + eps) : std::pow(p + eps, alpha); }  // in double: a leaf's priority gives that leaf again
   double priority(float leaf) const {  // NaN with alpha 0, under which all leaves are 1
     if (alpha == 0) return std::numeric_limits<double>::quiet_NaN();
     return alpha == 1 ? leaf - eps : std::pow(double(leaf), 1 / alpha) - eps;

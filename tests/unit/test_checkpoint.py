@@ -230,12 +230,13 @@ def test_a_buffer_emptied_meanwhile_is_an_empty_checkpoint(make, tmp_path, monke
     assert (saved.rows, saved.lost) == (0, 0)
 
 
-@pytest.mark.parametrize("times, first_id", [(1, 200), (2, 300), (100, 300)])
+@pytest.mark.parametrize("capacity", [100, 70])  # an instant begins with slot 0, or does not
+@pytest.mark.parametrize("times, end", [(1, 200), (2, 300), (100, 300)])
 def test_who_overwrites_all_rows_of_an_instant_makes_no_empty_checkpoint(
-    make, tmp_path, monkeypatch, small_blocks, times, first_id
+    make, tmp_path, monkeypatch, small_blocks, times, end, capacity
 ):
     """A newer instant is saved; after two of them writers wait."""
-    a = make(100, full="error")
+    a = make(capacity, full="error")
     at = 0
 
     def put() -> None:
@@ -251,10 +252,10 @@ def test_who_overwrites_all_rows_of_an_instant_makes_no_empty_checkpoint(
     during(monkeypatch, put)
     saved = dump_buffer(a, tmp_path / "c")
     monkeypatch.undo()
-    assert (saved.rows, saved.lost, saved.first_id, saved.end_id) == (100, 0, first_id - 100, first_id)
-    b = make(100)
+    assert saved == (capacity, 0, end - capacity, end)
+    b = make(capacity)
     load_buffer(b, tmp_path / "c")
-    assert numbers(b) == list(range(first_id - 100, first_id))
+    assert numbers(b) == list(range(end - capacity, end)) and same(stored(b), stored(a))
 
 
 def test_complete_makes_writers_wait(make, tmp_path, monkeypatch, small_blocks):
@@ -284,12 +285,25 @@ def test_paths(make, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "real").mkdir()
     os.symlink("real", tmp_path / "link")
-    for path in ("plain", "plain", "with space/deep/er", "empty", "link", str(tmp_path / "absolute") + "/"):
+    long = ["x" * 255, "x" * 254 + "y", "ü" * 127]  # as many bytes as a name may have
+    for path in ("plain", "plain", "with space/deep/er", "empty", "link", str(tmp_path / "absolute") + "/", *long):
         dump_buffer(a, path)
         load_buffer(b, path)
         assert numbers(b) == list(range(9))
     assert (tmp_path / "link").is_symlink()
     assert not [p for p in tmp_path.rglob(".*shmbuf-*")]
+
+
+def test_places_that_cannot_be(make, tmp_path):
+    a = make()
+    a.extend(rows(0, 9))
+    os.symlink(tmp_path / "b", tmp_path / "a")
+    os.symlink(tmp_path / "a", tmp_path / "b")
+    for bad, why in (("a", "symbolic link"), ("x" * 256, "too long"), ("x" * 5000, "too long"), ("nu\0l", "null")):
+        for call in (dump_buffer, load_buffer):
+            with pytest.raises(CheckpointError, match=why):
+                call(a, tmp_path / bad)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(make, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,9 @@ def run(spec: dict, settings: Settings, emit: Emitter) -> None:
     from ray.cluster_utils import Cluster
 
     torch.set_num_threads(1)
+    os.chdir(
+        spec["scratch"]
+    )  # Ray's workers look for packages where the driver is, and the checkout's shmbuf is not built
     # Long turns: what is ready because somebody else had his turn does not count.
     settings = replace(settings, turn_seconds=0.3, turns=max(3, settings.turns // 8))
     node = {"num_cpus": 1, "object_store_memory": 300 << 20}
@@ -169,22 +174,23 @@ def _put(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callab
 class _Storage:
     """What rlightning's remote storage does at least: it takes the step and copies it into its rows."""
 
-    def __init__(self, steps: int):
-        self.rows = {k: np.zeros((steps * ENVIRONMENTS, *v.shape[1:]), v.dtype) for k, v in _step().items()}
-        self.at = 0
+    def __init__(self, step: dict[str, np.ndarray], steps: int):
+        self.rows = {k: np.zeros((steps, *v.shape), v.dtype) for k, v in step.items()}
+        self.at, self.steps = 0, steps
 
     def add(self, step: dict[str, np.ndarray]) -> None:
-        n = ENVIRONMENTS
         for k, v in step.items():
-            self.rows[k][self.at : self.at + n] = v
-        self.at = (self.at + n) % len(self.rows["base"])
+            self.rows[k][self.at] = v
+        self.at = (self.at + 1) % self.steps
 
 
 def _actor(name: str, other: str, rows: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    actor, step = ray.remote(**_there(here))(_Storage).remote(24), _step()
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the worker has no checkout to import it from
+    step = _step()
+    actor = ray.remote(**_there(here))(_Storage).remote(step, 24)
     return lambda: ray.get(actor.add.remote(step)), lambda: ray.kill(actor)
 
 
