@@ -14,7 +14,7 @@ from shmbuf.distributed import joining
 from shmbuf.distributed.coordinator import Coordinator
 from shmbuf.distributed.directory import Entry, Reserved, Routes, Settings
 from shmbuf.distributed.limiting import Report
-from shmbuf.distributed.places import Place
+from shmbuf.distributed.places import Place, Recipe
 from shmbuf.distributed.rays import Gone, Silent
 from shmbuf.distributed.writing import Writing, _Makeshift
 from shmbuf.limiter import MinSize
@@ -107,7 +107,7 @@ def ray(monkeypatch):
 
 
 def settings(limiter=None):
-    return Settings("b", None, ("random", {}), 8, ("td_error",), limiter, True, {}, 5.0)
+    return Settings("b", Recipe(b"", "b"), ("random", {}), 8, ("td_error",), limiter, True, {}, 5.0)
 
 
 def entry(number):
@@ -346,6 +346,60 @@ def test_who_takes_over_looks_first_for_what_the_dead_left(monkeypatch):
     assert joining.join(settings(), None, NODES[0]) == 3 and (Entry(3, NODES[0], entry(0).place),) in told
     monkeypatch.setattr(joining, "actor", lambda name: told.append(name) or {}["none"])
     assert joining.join(settings(), None, NODES[0]) == 4 and told[-2:] == ["shmbuf.b.shard.3", "made"]
+
+
+class Maker:
+    """A Ray in which one shard is made."""
+
+    def __init__(self):
+        self.did = []
+        self.open, self.destroy = Method(self._open), Method(self._destroy)
+
+    def remote(self, *args, **how):
+        return (lambda kind: self) if "concurrency_groups" in how else self
+
+    def options(self, **how):
+        return self
+
+    def wait(self, refs, timeout):
+        self.did.append("waited")
+        return (refs, []) if len(self.did) > 3 else ([], refs)
+
+    def kill(self, shard):
+        self.did.append("killed")
+
+    def _open(self):
+        return entry(0).place
+
+    def _destroy(self):
+        self.did.append("destroyed")
+
+    mute = down = False
+
+
+def test_a_shard_that_nobody_takes_is_not_left(monkeypatch):
+    """The buffer is shut down while it is made, as after Ctrl-C in the constructor."""
+    for late in (False, True):
+        ray, told = Maker(), []
+        monkeypatch.setattr(joining, "need_ray", lambda ray=ray: ray)
+        monkeypatch.setattr(joining, "on", lambda node: None)
+        monkeypatch.setattr(joining, "ask", lambda ref, timeout=None: ref.get())
+
+        def joined(made, late=late, told=told):
+            told.append(made)
+            if late:
+                raise ShmbufError("it is being shut down")
+
+        def make(ray=ray, joined=joined):
+            joining.make_shard(settings(), 0, NODES[0], False, lambda: ray.did.append("still"), joined)
+
+        if late:
+            with pytest.raises(ShmbufError, match="being shut down"):
+                make()
+        else:
+            make()
+        assert told == [entry(0)]
+        assert ray.did == ["waited", "still", "waited", "still", "waited"] + ["destroyed", "killed"] * late
 
 
 class Writer(Writing):
