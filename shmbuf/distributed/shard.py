@@ -142,7 +142,7 @@ class Shard(Keeper):
 
     def hold(self, version: int, state: bytes, numbers: bytes) -> None:
         """Of the coordinator: its directory and routes, its limiter's books."""
-        with self._making:  # what was sent later may come earlier
+        with self._lock:  # what was sent later may come earlier
             if version >= self._version:
                 self._version, self._state = version, state
             self._books = numbers

@@ -261,6 +261,7 @@ class ShardedReplayBuffer(Reading, Writing):
         limiter = patiently(self._coordinator, "kept")
         for link in self._living():
             link.client._call("dumps", os.path.join(os.fspath(path), f"shard-{link.number}"), **how)
+        os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, _LIMITER), "w") as file:
             json.dump(limiter, file)
 

@@ -17,9 +17,11 @@ from tests.distributed.helpers import kill_actor, restarted, rows, there, until
 SPI, LOW, HIGH, BATCH, RECORD = 2.0, -64.0, 256.0, 16, 4
 
 
-def make(name, limiter):
+def make(name, limiter, **kw):
     storage = ShmStorage(20_000, name=name)
-    return ShardedReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=BATCH, limiter=limiter, seed=1)
+    return ShardedReplayBuffer(
+        storage=storage, sampler=RandomSampler(), batch_size=BATCH, limiter=limiter, seed=1, **kw
+    )
 
 
 class Putter:
@@ -148,7 +150,7 @@ def test_a_limiter_is_set_changed_and_taken_away_while_all_work(cluster, buffer_
 
 
 def test_loaded_rows_hold_up_no_collector(cluster, buffer_name, tmp_path):
-    rb = make(buffer_name, RateLimiter(SPI, 8, (LOW, HIGH)))
+    rb = make(buffer_name, RateLimiter(SPI, 8, (LOW, HIGH)), nodes=[cluster.here])
     rb.extend(rows(0, 100), timeout=60)
     for _ in range(5):
         rb.sample(timeout=60)
