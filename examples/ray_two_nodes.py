@@ -69,6 +69,9 @@ class Collector:
         self.rb, self.net, self.walks, self.rng = rb, network(), Walks(ENVIRONMENTS, seed), np.random.default_rng(seed)
         self.running = True
 
+    def ready(self) -> bool:
+        return self.running
+
     def policy(self, weights: dict) -> None:
         self.net.load_state_dict(weights)
 
@@ -110,6 +113,7 @@ def main(updates: int, seed: int) -> int:
             Collector.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n, soft=False)).remote(rb, seed + i)
             for i, n in enumerate(nodes)
         ]
+        ray.get([c.ready.remote() for c in collectors])  # so that both nodes are there from the first batch on
         working = [c.collect.remote() for c in collectors]
         net, slow = network(), network()
         slow.load_state_dict(net.state_dict())

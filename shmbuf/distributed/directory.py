@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from shmbuf.rlightning.table import EpisodeTable
 
 
+_FIRST_STREAM = 1 << 32
+"""Environments are numbered from here, so that they are no streams that somebody else numbered: 0 is of rows without one."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A shard. lost: why it is; None: it is not."""
@@ -25,11 +29,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Directory:
-    """version grows with every change; next: the number of the next shard, as numbers are never used again."""
+    """version grows with every change; next: the number of the next shard, as numbers are never used again. limited: whether sampling
+    needs the coordinator's leave; regime: how often a limiter was set or taken away."""
 
     version: int = 0
     next: int = 0
     shards: tuple[Entry, ...] = ()
+    limited: bool = False
+    regime: int = 0
 
     def living(self) -> list[Entry]:
         return [s for s in self.shards if s.lost is None and s.place is not None]
@@ -44,7 +51,7 @@ class Directory:
     def with_(self, entry: Entry) -> Directory:
         others = [s for s in self.shards if s.number != entry.number]
         shards = tuple(sorted([*others, entry], key=lambda s: s.number))
-        return Directory(self.version + 1, max(self.next, entry.number + 1), shards)
+        return replace(self, version=self.version + 1, next=max(self.next, entry.number + 1), shards=shards)
 
     def without(self, number: int, why: str) -> Directory:
         entry = self.of(number)
@@ -54,7 +61,8 @@ class Directory:
 
 
 class Settings(NamedTuple):
-    """Of a sharded buffer, as its constructor was told: what every process needs, and a coordinator that is started again."""
+    """Of a sharded buffer, as its constructor was told: what every process needs, and a coordinator that is started again. ends: with the
+    process that made it."""
 
     name: str
     recipe: Recipe
@@ -65,6 +73,17 @@ class Settings(NamedTuple):
     auto_shards: bool
     shard_options: dict[str, Any]
     remote_timeout: float
+    ends: bool = False
+
+
+class Reserved(NamedTuple):
+    """Of a node's shard. what: "there": it has that number; "make": the asker is to make it; "wait": somebody else makes it. limited:
+    nothing may be inserted into it before a cap is set. before: the number with which somebody was to make it who is dead; −1: nobody."""
+
+    what: str
+    number: int
+    limited: bool = False
+    before: int = -1
 
 
 @dataclass
@@ -80,7 +99,7 @@ class Routes:
 
     def route(self, env_id: str, living: set[int]) -> tuple[int, int] | None:
         """The number of its shard, and that of its stream. None: no shard is there."""
-        stream = self.streams.setdefault(env_id, len(self.streams))
+        stream = self.streams.setdefault(env_id, _FIRST_STREAM + len(self.streams))
         first = self.table.get_storage_idx_for_env(env_id)
         n = len(self.places)
         for step in range(n):

@@ -14,8 +14,8 @@ from shmbuf.errors import ShmbufError
 
 _MADE_UP = re.compile(r"ray-[0-9a-f]{12}(\.\d+)?\.[0-9a-f]{12}")
 
-GROUPS = {"writing": 4, "reading": 8, "looking": 4}
-"""Threads of an actor that keeps a segment: who waits for room in a ring holds up nobody who reads."""
+GROUPS = {"writing": 4, "reading": 8, "looking": 4, "ending": 1}
+"""Threads of an actor that keeps a segment: who waits for room in a ring holds up nobody who reads, and nobody the end."""
 
 
 class Recipe(NamedTuple):

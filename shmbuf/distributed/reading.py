@@ -54,6 +54,7 @@ class Reading(Sharing):
     """`sample`, iterating, priorities, figures."""
 
     _iterator: Iterator[Any] | None = None
+    _regime = -1
 
     def _use_sampler(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -320,11 +321,14 @@ class Reading(Sharing):
 
     def _permit(self, n: int, timeout: float | None) -> None:
         """Until n rows may be sampled. NotEnoughRows: not within ``timeout`` seconds."""
-        if self._settings.limiter is None:
-            return
         since, silent = time.monotonic(), None
         while True:
+            if not self._directory.limited:
+                return
+            regime = self._directory.regime
             with self._mutex:
+                if self._regime != regime:  # what another limiter granted is not this one's
+                    self._credit, self._regime = 0, regime
                 if self._credit >= n:
                     self._credit -= n
                     return
@@ -355,8 +359,8 @@ class Reading(Sharing):
         """Give back what was granted and not used."""
         with self._mutex:
             credit, self._credit = self._credit, 0
-        if credit and self._settings.limiter is not None:
-            self._asking("refund", credit)
+        if credit and self._directory.limited:
+            self._asking("refund", credit, self._regime)
 
     # ---- priorities -------------------------------------------------------------------------------------------------
 
@@ -498,7 +502,7 @@ class Reading(Sharing):
         total = {k: sum(s[k] for s in every.values()) for k in ("size", "write_count", "capacity")}
         links = list(self._links.values())
         limits = None
-        if self._settings.limiter is not None:
+        if self._directory.limited:
             with contextlib.suppress(Gone, Silent):
                 limits = ask(self._asking("limits"), 5.0)
         return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ from shmbuf.attaching import positive
 from shmbuf.distributed.coordinator import start
 from shmbuf.distributed.directory import Routes, Settings, actor, coordinator_name
 from shmbuf.distributed.drawing import check_sampler, spec_of
+from shmbuf.distributed.ending import SWEEP, end_shards
 from shmbuf.distributed.joining import join_all, patiently
 from shmbuf.distributed.keeper import made_of
 from shmbuf.distributed.limiting import Allowance
@@ -27,6 +28,8 @@ from shmbuf.replay_buffer import TensorDictReplayBuffer
 from shmbuf.rlightning.table import EpisodeTable
 from shmbuf.samplers import SAMPLERS, Sampler
 from shmbuf.schema import as_key
+
+_LIMITER = "limiter.json"
 
 
 class ShardedReplayBuffer(Reading, Writing):
@@ -108,17 +111,19 @@ class ShardedReplayBuffer(Reading, Writing):
             auto_shards=bool(auto_shards),
             shard_options=dict(shard_options or {}),
             remote_timeout=float(remote_timeout),
+            ends=unnamed,
         )
         try:
             coordinator = start(settings, routes)
         except ValueError as e:
             raise BufferExists(
-                f"a sharded buffer named {name!r} exists in this cluster: ShardedReplayBuffer.attach({name!r}) ({e})"
+                f"a sharded buffer named {name!r} exists in this cluster: ShardedReplayBuffer.attach({name!r}), which can also shutdown() "
+                f"what a killed process left ({e})"
             ) from None
         try:
             directory = join_all(settings, coordinator, chosen)
         except BaseException as e:
-            _end(coordinator)
+            _end(coordinator, settings.name)
             if isinstance(e, (Gone, Silent)):
                 raise ShmbufError(f"the shards of {name!r} could not be made: {e}") from e
             raise
@@ -222,19 +227,17 @@ class ShardedReplayBuffer(Reading, Writing):
             link.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End all shards, for everybody, and remove their segments. timeout: seconds to wait for it."""
+        """End all shards, for everybody, and remove their segments. timeout: seconds (default: 60) until shards that do not answer are killed."""
         self.close()
-        _end(self._coordinator, 60.0 if timeout is None else timeout)
+        _end(self._coordinator, self.name, 60.0 if timeout is None else timeout)
 
     def _until_exit(self) -> None:
-        mine = weakref.ref(self)
-        pid = os.getpid()
+        """This process ends the buffer, also if it holds no handle any more."""
+        coordinator, name, pid = self._coordinator, self.name, os.getpid()
 
         def end() -> None:
-            self = mine()
-            if self is not None and pid == os.getpid() and need_ray().is_initialized():
-                with contextlib.suppress(Exception):
-                    self.shutdown(10.0)
+            if pid == os.getpid() and need_ray().is_initialized():
+                _end(coordinator, name, 10.0)
 
         atexit.register(end)  # after Ray's own, so it is called before
 
@@ -255,36 +258,57 @@ class ShardedReplayBuffer(Reading, Writing):
 
     def dumps(self, path: Any, **how: Any) -> None:
         """Each shard under ``path/shard-<number>``, written on its own node: a directory that all nodes share is needed for one checkpoint."""
+        limiter = patiently(self._coordinator, "kept")
         for link in self._living():
             link.client._call("dumps", os.path.join(os.fspath(path), f"shard-{link.number}"), **how)
+        os.makedirs(path, exist_ok=True)
+        with open(os.path.join(path, _LIMITER), "w") as file:
+            json.dump(limiter, file)
 
     def loads(self, path: Any, **how: Any) -> None:
-        """What `dumps` saved, in the order of the shards' numbers. ValueError: other than one directory for each shard; nothing was changed."""
+        """What `dumps` saved, in the order of the shards' numbers. The limiter keeps its parameters, and goes on from the difference that
+        was saved if the ratio is the same. ValueError: other than one directory for each shard; nothing was changed."""
         there = sorted((d for d in os.listdir(path) if d.startswith("shard-")), key=lambda d: int(d[6:]))
         links = self._living()
         if len(there) != len(links):
             raise ValueError(f"{path} has {len(there)} shards, the buffer {len(links)}: {there}. Nothing was changed")
         for directory, link in zip(there, links, strict=True):
             link.client._call("loads", os.path.join(os.fspath(path), directory), **how)
+        patiently(self._coordinator, "recount", _saved_limiter(path))
+        self._forget_ahead()
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget all rows of all shards."""
         for link in self._living():
             link.client._call("empty", empty_write_count)
-        self._forget_masses()
+        self._forget_ahead()
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Draw another way from now on, through this handle. Returns the previous sampler. With priorities: those that the buffer keeps."""
-        before = self._sampler
-        self._use_sampler(check_sampler(sampler))
+        before, sampler = self._sampler, check_sampler(sampler)
+        self._refund()
+        self._use_sampler(sampler)
+        self._forget_ahead()
         return before
 
-    def set_limiter(self, limiter: None) -> None:
-        """None: nothing is limited from now on, for everybody; at the end of a run collectors would wait for samplers for ever.
-        ValueError: another limiter, which only the constructor takes."""
+    def _forget_ahead(self) -> None:
+        """What was drawn ahead is not what would be drawn now."""
+        if self._ahead is not None:
+            self._ahead.clear()
+        self._forget_masses()
+
+    def set_limiter(self, limiter: Words | None) -> None:
+        """Let everybody sample and insert at this ratio from now on, over all shards; None: at any, as at the end of a run, where collectors
+        would wait for samplers for ever. Differences count from here unless the ratio stays. Other handles hear of it within some seconds.
+
+        Raises ValueError, and changes nothing, where it would deadlock with this handle's batches.
+        """
+        self._check_open()
+        batch = self.batch_size or 1
         if limiter is not None:
-            raise ValueError(f"{limiter}: the limiter of all shards is the constructor's; only None may be set later")
-        patiently(self._coordinator, "unlimit")
+            Allowance.of(limiter, batch)
+        patiently(self._coordinator, "limit", limiter, batch)
+        self._update_directory()
 
     @property
     def service_backend(self) -> str:
@@ -301,9 +325,25 @@ def _attached(cls: type[ShardedReplayBuffer], name: str, ways: dict[str, Any]) -
     return cls.attach(name, sampler=SAMPLERS[kind](**arguments), **ways)
 
 
-def _end(coordinator: Any, timeout: float = 60.0) -> None:
+def _saved_limiter(path: Any) -> dict[str, Any] | None:
+    """None: there was none, or the checkpoint is of an earlier version."""
+    try:
+        with open(os.path.join(path, _LIMITER)) as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return None
+    return found if found is None else {k: found[k] for k in ("num", "den", "diff")}
+
+
+def _end(coordinator: Any, name: str, timeout: float = 60.0) -> None:
+    """Also where the coordinator is dead, or does not answer."""
     ray = need_ray()
-    with contextlib.suppress(Exception):
-        ask(coordinator.shutdown.options(concurrency_group="ending").remote(), timeout)
+    try:
+        ask(coordinator.shutdown.options(concurrency_group="ending").remote(timeout), timeout + 2 * SWEEP)
+    except Exception:
+        with contextlib.suppress(Exception):
+            ray.kill(coordinator)
+        with contextlib.suppress(Exception):
+            end_shards(name, (), 10.0)
     with contextlib.suppress(Exception):
         ray.kill(coordinator)

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +61,7 @@ class Sharing:
         from shmbuf.face.transforming import _composed
 
         self._settings, self._coordinator, self._directory = settings, coordinator, directory
+        self._version = directory.version
         self._worker, self._only = worker, only
         self._links: dict[int, Link] = {}
         self._lost = {s.number: s.lost for s in directory.shards if s.lost is not None}  # that is old news
@@ -150,17 +152,20 @@ class Sharing:
                 if found is not None:
                     self._take(found)
             elif time.monotonic() - self._refreshed > REFRESH:
-                self._refreshing = self._asking("directory", self._directory.version)
+                self._refreshing = self._asking("directory", self._version)
 
     def _asking(self, method: str, *args: Any) -> Any:
         return getattr(self._coordinator, method).options(concurrency_group="asking").remote(*args)
 
     def _take(self, directory: Directory) -> None:
         """A directory that may not know yet what was lost here."""
+        self._version = (
+            directory.version
+        )  # not of what is made of it here, which others may have given to something else
         known = {s.number for s in directory.shards}
         for entry in self._directory.shards:
             if entry.number not in known:  # an older one, of a coordinator that was started again
-                directory = Directory(directory.version, directory.next, (*directory.shards, entry))
+                directory = replace(directory, shards=(*directory.shards, entry))
         news = [s for s in directory.shards if s.lost is not None and s.number not in self._lost]
         for number, why in self._lost.items():
             directory = directory.without(number, why)
@@ -247,7 +252,7 @@ class Sharing:
         return number
 
     def _update_directory(self) -> None:
-        found = patiently(self._coordinator, "directory", self._directory.version)
+        found = patiently(self._coordinator, "directory", self._version)
         if found is not None:
             with self._mutex:
                 self._take(found)

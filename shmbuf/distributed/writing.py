@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -22,6 +22,12 @@ from shmbuf.ticket import left_of
 
 _HOME = 60.0
 _TRIES = 4
+
+
+class _Makeshift(NamedTuple):
+    """A shard to write to while the coordinator, which knows the right one, does not answer."""
+
+    number: int
 
 
 class ShardTicket:
@@ -51,7 +57,7 @@ class Writing(Sharing):
 
     def _begin_writing(self) -> None:
         self._home: int | None = None
-        self._routes: dict[str, tuple[int, int] | None] = {}
+        self._routes: dict[str, tuple[int, int]] = {}
         self._streams_named: bool | None = None
         self._settling = threading.Lock()
 
@@ -105,7 +111,7 @@ class Writing(Sharing):
             raise TypeError("env_id or stream, not both: an environment is a stream")
         since = time.monotonic()
         for tries in range(_TRIES):
-            number, of = self._target(env_id)
+            number, of = self._target(env_id, timeout, since)
             how = dict(ways, timeout=left_of(timeout, since))
             try:
                 link = self._link(number)
@@ -130,45 +136,72 @@ class Writing(Sharing):
         with self._settling:
             if self._home == number:
                 self._home = None
-            self._routes = {k: v for k, v in self._routes.items() if v is None or v[0] != number}
+            self._routes = {k: v for k, v in self._routes.items() if v[0] != number}
 
-    def _target(self, env_id: str | None) -> tuple[int, int | None]:
-        """The shard, and the stream if it is an environment's."""
-        with self._settling:
+    def _target(self, env_id: str | None, timeout: float | None, since: float) -> tuple[int, int | None]:
+        """The shard, and the stream if it is an environment's. Raises ShmbufError: not within ``timeout`` seconds."""
+        left = left_of(timeout, since)
+        if not self._settling.acquire(timeout=-1 if left is None else left):
+            raise ShmbufError(
+                f"this process has been finding its shard of buffer {self.name!r} for {timeout:g} s. Nothing was stored"
+            )
+        try:
             if env_id is not None:
-                if self._routes.get(env_id, (None,))[0] in (None, *self._lost):  # type: ignore[index]
-                    self._routes[env_id] = self._from_coordinator("route", env_id)
-                found = self._routes[env_id]
-                if found is None:
-                    raise ValueError(
-                        f"env_id={env_id!r}: buffer {self.name!r} routes no environments: give its constructor env_ids= or episode_table="
-                    )
-                self._know(found[0])
-                return found
+                return self._of_environment(env_id, timeout, since)
             if self._home is None or self._home in self._lost:
                 mine = self._directory.on(self._here)
-                home = mine.number if mine is not None else self._from_coordinator("home", self._here)
+                home = mine.number if mine is not None else self._from_coordinator("home", timeout, since, self._here)
                 if home is None and not self._settings.auto_shards:
                     raise StorageLost(
                         f"all shards of buffer {self.name!r} are lost, and auto_shards is off: add_shard()"
                     )
-                self._home = home if home is not None else join(self._settings, self._coordinator, self._here)
+                if isinstance(home, _Makeshift):
+                    return home.number, None
+                self._home = self._joined(timeout, since) if home is None else home
                 self._know(self._home)
             return self._home, None
+        finally:
+            self._settling.release()
 
-    def _from_coordinator(self, method: str, *args: Any) -> Any:
-        """It may be starting again. Without it: any shard that is known."""
+    def _of_environment(self, env_id: str, timeout: float | None, since: float) -> tuple[int, int]:
+        known = self._routes.get(env_id)
+        if known is None or known[0] in self._lost:
+            try:
+                found = self._from_coordinator("route", timeout, since, env_id)
+                if found is None and self._settings.auto_shards:
+                    self._joined(timeout, since)
+                    found = self._from_coordinator("route", timeout, since, env_id)
+            except LookupError:
+                raise ValueError(
+                    f"env_id={env_id!r}: buffer {self.name!r} routes no environments: give its constructor env_ids= or episode_table="
+                ) from None
+            if found is None:
+                raise StorageLost(f"all shards of buffer {self.name!r} are lost: add_shard()")
+            known = self._routes[env_id] = found
+        self._know(known[0])
+        return known
+
+    def _joined(self, timeout: float | None, since: float) -> int:
+        try:
+            return join(self._settings, self._coordinator, self._here, left_of(timeout, since))
+        except Gone as e:
+            raise StorageLost(f"buffer {self.name!r} was shut down: {e}") from e
+
+    def _from_coordinator(self, method: str, timeout: float | None, since: float, *args: Any) -> Any:
+        """It may be starting again. Without it: any shard that is known, for now."""
         give_up = time.monotonic() + _HOME
         while True:
+            left = left_of(timeout, since)
             try:
-                return ask(self._asking(method, *args), 10.0)
+                return ask(self._asking(method, *args), 10.0 if left is None else max(0.1, min(left, 10.0)))
             except Silent:
                 living = self._directory.living()
                 if method == "home" and living:
-                    return living[0].number
-                if time.monotonic() > give_up:
+                    return _Makeshift(living[0].number)
+                if time.monotonic() > give_up or (left is not None and left <= 0):
                     raise ShmbufError(
-                        f"the coordinator of buffer {self.name!r} does not answer within {_HOME:g} s"
+                        f"the coordinator of buffer {self.name!r} does not answer within {_HOME if timeout is None else timeout:g} s. "
+                        "Nothing was stored"
                     ) from None
                 time.sleep(0.2)
             except Gone as e:

@@ -11,7 +11,17 @@ import pytest
 import ray
 import torch
 
-from shmbuf import PrioritizedSampler, RandomSampler, ShardedReplayBuffer, ShmStorage, StorageLost
+from shmbuf import (
+    BufferExists,
+    PrioritizedSampler,
+    RandomSampler,
+    ShardedReplayBuffer,
+    ShmStorage,
+    StorageLost,
+    segment,
+)
+from shmbuf.distributed import joining
+from shmbuf.distributed.ending import named_shards
 from shmbuf.distributed.joining import patiently
 from tests.distributed.helpers import extend, kill_actor, restarted, rows, there, until, whole
 
@@ -205,3 +215,69 @@ def test_the_coordinator_is_killed(cluster, buffer_name):
     assert patiently(rb._coordinator, "route", "q") == patiently(rb._coordinator, "route", "q")
     other.close()
     rb.shutdown()
+
+
+def killed_before_it_says_so(name):
+    """Makes a shard, of this process's node, and is killed when it is there."""
+
+    def patiently(coordinator, method, *args, **how):
+        if method == "joined":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return patiently_(coordinator, method, *args, **how)
+
+    patiently_, joining.patiently = joining.patiently, patiently
+    make(name, nodes=[ray.get_runtime_context().get_node_id()])
+
+
+def segments(name):
+    return [n for n in segment.names() if n.startswith(f"{name}.")]
+
+
+def test_what_a_killed_maker_left_can_be_used_and_removed(cluster, buffer_name):
+    node = cluster.others[0]
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        cluster.run(node, killed_before_it_says_so, buffer_name)
+    assert len(segments(buffer_name)) == 1
+    with pytest.raises(BufferExists, match="shutdown"):
+        make(buffer_name)
+    rb = ShardedReplayBuffer.attach(buffer_name)
+    assert not rb.shards(), "nobody said that it is there"
+    index, local = cluster.run(node, extend, rb, 0, 5, {})
+    assert local and index[0, 0] == 0, "who needs it finds it"
+    assert rb.add_shard(cluster.here) == 1 and whole(rb.sample(10))
+    # Actors that answer nothing, and of whom nothing is left, hold up nobody for long.
+    os.kill(ray.get(rb.shard(1)._keeper.pid.remote()), signal.SIGSTOP)
+    ray.kill(rb.shard(0)._keeper)
+    rb.shutdown(10)
+    assert not segments(buffer_name)
+
+
+def test_a_buffer_whose_coordinator_was_killed_for_good_does_not_keep_its_name(cluster, buffer_name):
+    rb = make(buffer_name, nodes=[cluster.here])
+    rb.extend(rows(0, 3))
+    ray.kill(rb._coordinator)
+    rb = make(buffer_name, nodes=[cluster.here])
+    assert len(rb) == 0 and rb.extend(rows(0, 3))[:, 0].tolist() == [0] * 3
+    rb.shutdown()
+
+
+class Maker:
+    def pid(self):
+        return os.getpid()
+
+    def make(self):
+        """The buffer, of which this process keeps no handle."""
+        return ShardedReplayBuffer(storage=ShmStorage(10), nodes=[ray.get_runtime_context().get_node_id()])
+
+
+def test_what_nobody_named_ends_with_a_killed_maker_and_not_before(cluster):
+    maker = (
+        ray.remote(num_cpus=0, max_concurrency=2)(Maker).options(scheduling_strategy=there(cluster.others[0])).remote()
+    )
+    pid, rb = ray.get([maker.pid.remote(), maker.make.remote()])
+    index, _ = cluster.run(cluster.others[0], extend, rb, 0, 3, {})
+    assert len(index) == 3 and len(segments(rb.name)) == 1, "others use it"
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not segments(rb.name))
+    until(lambda: not named_shards(rb.name))
+    rb.close()

@@ -1,4 +1,4 @@
-"""Shares, weights and allowances of many shards, as numbers: no Ray."""
+"""Shares and weights of many shards, as numbers: no Ray."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmbuf import NotEnoughRows, RateLimiter, TensorDictReplayBuffer
+from shmbuf import NotEnoughRows, TensorDictReplayBuffer
 from shmbuf.distributed.drawing import Drawer, Mass, check_sampler, counts_of, weights_of
-from shmbuf.distributed.limiting import Allowance
 from shmbuf.distributed.packing import Packed, pack, unpack
-from shmbuf.distributed.shard import report, set_cap
-from shmbuf.limiter import MinSize
 from shmbuf.samplers import ConsumingSampler, NewestSampler, PrioritizedSampler, RandomSampler, SliceSampler
 from shmbuf.storage import ShmStorage
 from tests.unit.helpers_priorities import chi2_p
@@ -112,130 +109,3 @@ def test_what_is_packed_comes_back():
     assert inside[0] == 1 and torch.equal(inside[1][0]["u"], td["u"]) and inside[2]["y"] == "z"
     words = TensorDict({"text": ["a", "b"]}, [2])
     assert pack(words)["text"] == words["text"], "what is no tensor travels as it is"
-
-
-# ---- the limiter -----------------------------------------------------------------------------------------------------
-
-
-class Shards:
-    """Shards that insert what their caps allow, at any moment between two ticks."""
-
-    def __init__(self, limiter, n, batch=8):
-        self.allowance = Allowance.of(limiter, batch)
-        self.rows, self.caps, self.wants, self.drawn = [0] * n, [0] * n, [0] * n, 0
-        for k in range(n):
-            self.allowance.add(k)
-
-    def insert(self, k, n):
-        took = max(0, min(n, self.caps[k] - self.rows[k]))
-        self.rows[k] += took
-        self.wants[k] = n - took
-        return took
-
-    def tick(self):
-        a = self.allowance
-        plan = a.plan()
-        for k, cap in plan.items():
-            a.caps[k] = max(a.caps[k], cap)
-        for k in list(a.caps):
-            if k in plan:
-                self.caps[k] = plan[k]
-                a.caps[k] = plan[k]
-            a.report(k, self.rows[k], self.wants[k] > 0 and self.rows[k] >= self.caps[k])
-
-    def sample(self, n, most=None):
-        got = self.allowance.grant(n, most or n)
-        self.drawn += got
-        return got
-
-
-def test_all_shards_together_keep_the_ratio():
-    spi, low, high = 2.0, -16.0, 64.0
-    shards = Shards(RateLimiter(spi, 4, (low, high)), 3)
-    rng = np.random.default_rng(2)
-    for _ in range(3000):
-        what = rng.integers(0, 6)
-        if what < 3:
-            shards.insert(what, int(rng.integers(1, 9)))
-        elif what == 3:
-            shards.sample(8, 32)
-        else:
-            shards.tick()
-        diff = sum(shards.rows) * spi - shards.drawn
-        assert low <= diff <= max(high, 4 * spi)
-    assert sum(shards.rows) > 500 and shards.drawn > 1000, "and nobody stands still"
-
-
-def test_what_idle_shards_may_insert_goes_to_those_that_want_to():
-    shards = Shards(RateLimiter(1.0, 1, (-8.0, 90.0)), 3)
-    shards.tick()
-    assert shards.caps == [30, 30, 30]
-    inserted = 0
-    for _ in range(10):
-        inserted += shards.insert(1, 100)
-        shards.tick()
-    assert inserted == shards.rows[1] == 90, "all of it, though two shards had a part of it"
-    assert shards.insert(0, 1) == 0
-    shards.wants[0] = 0
-    assert shards.sample(8) == 8
-    for _ in range(4):
-        shards.tick()
-        inserted += shards.insert(1, 100)
-    assert inserted == 98
-
-
-def test_a_shard_that_is_lost_takes_no_allowance_with_it():
-    shards = Shards(RateLimiter(1.0, 1, (-8.0, 60.0)), 2)
-    shards.tick()
-    shards.insert(0, 20)
-    shards.tick()
-    shards.allowance.lose(0)
-    assert shards.allowance.rows == 20, "its rows were inserted"
-    for _ in range(4):
-        shards.insert(1, 100)
-        shards.tick()
-    assert shards.rows[1] == 40
-
-
-def test_a_learner_that_dies_with_what_it_was_granted_stops_nobody():
-    shards = Shards(RateLimiter(1.0, 1, (-8.0, 32.0)), 1)
-    for _ in range(20):
-        shards.insert(0, 8)
-        shards.tick()
-        shards.allowance.grant(8, 8)  # and is killed
-    assert shards.rows[0] > 100
-
-
-def test_limits_that_would_deadlock_are_refused_and_why_is_said():
-    with pytest.raises(ValueError, match="could never be sampled"):
-        Allowance.of(RateLimiter(1.0, 1, (0.0, 4.0)), 8)
-    a = Allowance.of(RateLimiter(2.0, 10, (-4.0, 60.0)), 8)
-    assert not a.could_ever(500) and a.could_ever(8)
-    assert "sampling begins at 10" in a.why(8)
-    a.add(0)
-    a.report(0, 10, False)
-    assert a.grant(8, 32) == 24 and a.grant(8, 32) == 0 and "samplers wait for collectors" in a.why(8)
-    a.refund(8)
-    assert a.figures()["sampled"] == 16
-    free = Allowance.of(MinSize(5), 8)
-    free.add(0)
-    assert not free.caps_inserts and not free.may_sample(8)
-    free.report(0, 5, False)
-    assert free.grant(8, 64) == 64
-
-
-def test_a_cap_holds_rows_in_the_rings():
-    with TensorDictReplayBuffer(storage=ShmStorage(100, timeout=0.2), batch_size=4) as rb:
-        set_cap(rb.buffer, 0)
-        ticket = rb.put(TensorDict({"k": torch.arange(5)}, [5]))
-        assert not ticket.done() and len(rb) == 0
-        assert set_cap(rb.buffer, 3).rows in (0, 5)
-        assert ticket.wait(30).tolist() == [0, 1, 2, 3, 4], "a record may overshoot it"
-        other = rb.put(TensorDict({"k": torch.arange(5)}, [5]))
-        rb.storage.draw(4)  # not counted
-        assert not other.done() and report(rb.buffer) == (5, True)
-        set_cap(rb.buffer, 9)
-        other.wait(30)
-        assert report(rb.buffer) == (10, False)
-        set_cap(rb.buffer, None)
-        assert rb.extend(TensorDict({"k": torch.arange(50)}, [50]), timeout=30).numel() == 50

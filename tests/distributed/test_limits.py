@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import ray
@@ -16,9 +17,11 @@ from tests.distributed.helpers import kill_actor, restarted, rows, there, until
 SPI, LOW, HIGH, BATCH, RECORD = 2.0, -64.0, 256.0, 16, 4
 
 
-def make(name, limiter):
+def make(name, limiter, **kw):
     storage = ShmStorage(20_000, name=name)
-    return ShardedReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=BATCH, limiter=limiter, seed=1)
+    return ShardedReplayBuffer(
+        storage=storage, sampler=RandomSampler(), batch_size=BATCH, limiter=limiter, seed=1, **kw
+    )
 
 
 class Putter:
@@ -65,7 +68,7 @@ def test_the_ratio_holds_over_all_shards_whoever_dies(cluster, buffer_name):
     # nobody samples: both stop where the ratio says
     until(lambda: within(rb, 0)[0] * SPI >= HIGH - SPI)
     stopped = within(rb, 0)[0]
-    for _ in range(20):
+    for _ in range(10):
         assert within(rb, 0)[0] <= stopped + 2 * RECORD
     # both sides move together
     for _ in range(40):
@@ -93,14 +96,86 @@ def test_the_ratio_holds_over_all_shards_whoever_dies(cluster, buffer_name):
     for _ in range(40):
         rb.sample(timeout=60)
     assert within(rb, 2)[0] > before
-    # and at the end of a run nothing is limited
-    with pytest.raises(ValueError, match="constructor's"):
-        rb.set_limiter(MinSize(1))
+    # a shard's actor: its collector works on in the memory, and gets its caps when the actor is back
+    shard = rb.shard(0)._keeper
+    pid = kill_actor(shard)
+    until(lambda: restarted(shard, pid))
+    before = within(rb, 2)[0]
+    for _ in range(60):
+        rb.sample(timeout=60)
+    assert within(rb, 2)[0] > before + 60 * BATCH / SPI - HIGH
+    with pytest.raises(ValueError, match="could never be sampled"):
+        rb.set_limiter(RateLimiter(SPI, 8, (0.0, 4.0)))
+    assert rb.stats()["limiter"]["max_diff"] == HIGH, "nothing changed"
+    # and at the end of a run nothing is limited, though a shard is just being started again
+    pid = kill_actor(shard)
     rb.set_limiter(None)
+    until(lambda: restarted(shard, pid))
     stored = rb.write_count
     until(lambda: rb.write_count > stored + 4 * HIGH)
-    assert len(rb.sample()) == BATCH
+    assert len(rb.sample()) == BATCH and rb.stats()["limiter"] is None
     rb.shutdown()
+
+
+def test_a_limiter_is_set_changed_and_taken_away_while_all_work(cluster, buffer_name):
+    rb = make(buffer_name, None)
+    other = ShardedReplayBuffer.attach(buffer_name, batch_size=BATCH)
+    here, there_ = somewhere(cluster.here, rb), somewhere(cluster.others[0], rb)
+    for p in (here, there_):
+        p.put_for_ever.remote()
+    until(lambda: all(s["size"] > 1000 for s in rb.stats()["shards"].values()))
+    rb.set_limiter(RateLimiter(SPI, 8, (LOW, HIGH)))
+    until(lambda: stands_still(rb))
+    limits = rb.stats()["limiter"]
+    assert 0 < limits["diff"] <= limits["inserted"] * SPI, "counted from when it was set"
+    before = rb.stats()["shards"]
+    while rb.stats()["limiter"]["diff"] > HIGH:  # what came in before all shards had heard of it
+        rb.sample(timeout=60)
+    until(lambda: other.stats()["limiter"])  # it has heard of it, too
+    sampled = rb.stats()["limiter"]["sampled"]
+    for _ in range(150):
+        rb.sample(timeout=60)
+        other.sample(timeout=60)
+    assert rb.stats()["limiter"]["sampled"] >= sampled + (300 - AHEAD) * BATCH
+    after = rb.stats()["shards"]
+    came = [after[k]["rows_total"] - before[k]["rows_total"] for k in (0, 1)]
+    assert sum(came) > 200 and min(came) > 0.4 * sum(came), "each shard its half"
+    assert rb.stats()["limiter"]["diff"] <= HIGH + 2 * SPI * RECORD
+    rb.set_limiter(MinSize(8))
+    stored = rb.write_count
+    until(lambda: rb.write_count > stored + 4 * HIGH)
+    assert rb.stats()["limiter"]["max_diff"] is None
+    other.close()
+    rb.shutdown()
+
+
+def test_loaded_rows_hold_up_no_collector(cluster, buffer_name, tmp_path):
+    rb = make(buffer_name, RateLimiter(SPI, 8, (LOW, HIGH)), nodes=[cluster.here])
+    rb.extend(rows(0, 100), timeout=60)
+    for _ in range(5):
+        rb.sample(timeout=60)
+    until(lambda: rb.stats()["limiter"]["inserted"] == 100)
+    rb.dumps(tmp_path)
+    diff = rb.stats()["limiter"]["diff"]
+    rb.extend(rows(100, 20), timeout=60)
+    rb.loads(tmp_path)
+    assert len(rb) == 100 and rb.stats()["limiter"]["diff"] == diff, "the rows came in once more"
+    rb.extend(rows(200, 20), timeout=60)
+    until(lambda: rb.stats()["limiter"]["diff"] == diff + 20 * SPI)
+    rb.set_limiter(None)
+    rb.loads(tmp_path)
+    (tmp_path / "limiter.json").unlink()  # of an earlier version
+    rb.set_limiter(RateLimiter(SPI, 8, (LOW, HIGH)))
+    rb.loads(tmp_path)
+    assert rb.stats()["limiter"]["diff"] == 0
+    rb.shutdown()
+
+
+def stands_still(rb):
+    """The rows that were stored, if for half a second no more came."""
+    before = rb.write_count
+    time.sleep(0.5)
+    return before if rb.write_count == before else None
 
 
 def test_a_least_number_of_rows_is_counted_over_all_shards(cluster, buffer_name):

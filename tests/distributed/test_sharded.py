@@ -153,6 +153,13 @@ def test_a_batch_drawn_ahead_is_as_any_other(cluster, rb):
             break
     assert ahead.stats()["prefetch_queue_size"] == 3
     assert chi2_p(np.array([drawn[0], drawn[1]]), np.array([0.25, 0.75]) * sum(drawn.values())) > 1e-6
+    before = ahead.set_sampler(RandomSampler())
+    assert ahead.sample().get("priority_weight", None) is None, "no batch of before"
+    ahead.set_sampler(before)
+    assert ahead.sample().get("priority_weight", None) is not None
+    ahead.empty()
+    with pytest.raises(NotEnoughRows, match="empty"):
+        ahead.sample()
     ahead.close()
     with pytest.raises(RuntimeError, match="shut down"):
         ahead.sample()
@@ -336,9 +343,15 @@ def test_a_process_of_a_node_without_a_shard_gets_one(cluster, buffer_name):
 def test_saved_and_loaded_shard_by_shard(cluster, rb, buffer_name, tmp_path):
     fill(cluster, rb, 6, 9)
     rb.dumps(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["shard-0", "shard-1"]
+    ahead = ShardedReplayBuffer.attach(rb.name, prefetch=2)
+    ahead.sample()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["limiter.json", "shard-0", "shard-1"]
     rb.empty()
-    rb.loads(tmp_path)
+    extend(rb, 500, 5, {})
+    ahead.sample()
+    ahead.loads(tmp_path)
+    assert 500 not in ahead.sample(32)["k"].tolist() + ahead.sample()["k"].tolist(), "nor is what was drawn ahead left"
+    ahead.close()
     assert len(rb) == 15 and sorted(rb.shard(1)[:]["k"].tolist()) == list(range(1000, 1009))
     (tmp_path / "shard-2").mkdir()
     with pytest.raises(ValueError, match="3 shards, the buffer 2"):
