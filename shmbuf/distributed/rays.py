@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,9 +103,11 @@ def check_alive(node: str) -> None:
 
 
 def first_line(error: object) -> str:
-    """Of what Ray says, which goes on for long."""
+    """Of what Ray says, which goes on for long; and what was raised in the end, if that is in it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:1])[:200]
+    raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*:", line)]
+    said = " ".join(lines[:1]).split(" (pid=")[0][:200]
+    return f"{said}: {raised[-1]:.600}" if raised else said
 
 
 def lost(what: str, node: str, why: object) -> StorageLost:

@@ -96,6 +96,8 @@ class Reading(Sharing):
                 "batch_size not specified. You can specify the batch_size when constructing the replay buffer, "
                 "or pass it to the sample method."
             )
+        if not n:
+            raise ValueError("batch_size=0: a batch out of shards has at least one row")
         if beta is not None:
             check_weighting(beta, "buffer")
             if not isinstance(self._sampler, PrioritizedSampler):
@@ -368,7 +370,7 @@ class Reading(Sharing):
         """Set priorities of rows.
 
         Args:
-            index: None; or [n, 2]: shard and row id of each, as `extend` returns ("shard" and slot are not enough: slots are used again).
+            index: None: which row lay at a slot it does not say. Rows that come with their priority need none of this.
             priority: [n] or one number; finite, ≥ 0. shard, row_id: [n] each, as in a sample.
 
         Shards of other nodes are told without waiting; `synchronize` waits. A row that has been overwritten meanwhile is left alone, and
@@ -487,6 +489,17 @@ class Reading(Sharing):
     def __len__(self) -> int:
         """Rows of all shards that answer."""
         return sum(self._every("size", len).values())
+
+    def wait_rows(self, n: int, timeout: float | None = None) -> None:
+        """Wait until at least n rows are stored in all shards. NotEnoughRows when ``timeout`` seconds are over; None: for ever."""
+        since, seconds = time.monotonic(), seconds_of(timeout)
+        while (stored := len(self)) < n:
+            left = left_of(timeout, since)
+            if seconds == 0 or (left is not None and left <= 0):
+                raise NotEnoughRows(
+                    f"buffer {self.name!r}: its {len(self._directory.living())} shards hold {stored:,} of {n:,} rows after {seconds:g} s"
+                )
+            time.sleep(0.1)
 
     def __bool__(self) -> bool:
         return True

@@ -71,6 +71,19 @@ def test_weights_are_those_of_one_buffer_with_the_same_rows(three, normalize, be
     one.close()
 
 
+def test_rows_of_all_shards_are_waited_for(three):
+    rb = three.handle(prioritized(), 4)
+    n = sum(map(len, VALUES))
+    rb.wait_rows(n, timeout=0)
+    with pytest.raises(NotEnoughRows, match=f"3 shards hold {n} of {n + 1} rows"):
+        rb.wait_rows(n + 1, timeout=0.2)
+    threading.Timer(0.2, three.rows[1].extend, [rows(500, [1.0])]).start()
+    rb.wait_rows(n + 1, timeout=60)
+    with pytest.raises(ValueError, match="at least one row"):
+        rb.sample(0)
+    rb.close()
+
+
 def segments_mapped():
     with open("/proc/self/maps") as maps:
         return Counter(line.split("/", 1)[1] for line in maps if "/dev/shm/" in line)
