@@ -60,6 +60,32 @@ class TestLearner:
             episode(s, 10, 1)  # as important as the most important so far
             assert set(rb.sample()["observation"].tolist()) == {2.0, 10.0}
 
+    @pytest.mark.parametrize("n", [1, 3])
+    @pytest.mark.parametrize("key", ["td_error", "importance"])
+    def test_priorities_may_come_with_the_steps(self, make, name, n, key):
+        kw = {} if key == "td_error" else {"priority_key": key}
+        how = {"sampler": PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), "batch_size": 200}
+        first = make(name=name, env_meta_list=metas(n), **how, **kw)
+        for s in (first, Storage.attach(name, env_meta_list=metas(n))):
+            for t in range(4):
+                e, p = vector(n, t)
+                if n == 1:
+                    e, p = EnvRet("v", float(t)), PolicyResponse("v", action=t)
+                setattr(p, key, torch.full((n, 2) if n > 1 else (2,), 0.0 if t == 1 else 2.0 * (t == 2)))
+                s.add_transition(e, p)
+            s.truncate_one_episode("v")
+        with shmbuf.attach(name) as rb:
+            batch = rb.sample()
+            assert (batch["observation"] % 100 == 2).all() and len(set(batch["episode", "id"].tolist())) == 2 * n
+        first.add_transition(EnvRet("v", e.observation, last_reward=e.last_reward), p)
+        setattr(p, key, torch.full_like(getattr(p, key), float("nan")))
+        first.add_transition(e, p), first.add_transition(e, p)
+        with pytest.raises(ValueError, match="nan"):
+            first.truncate_one_episode("v")
+        first.drop_one_episode("v")
+        assert len(first) == 6 * n
+        s.close()
+
     def test_a_storage_may_be_born_with_a_sampler(self, make):
         s = make(sampler=PrioritizedSampler(100, alpha=0.5, beta=0.5), batch_size=4)
         episode(s, 0, 3)
