@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shmbuf.rlightning.types import ENV_FIELDS, BFloat16, EnvRet, PolicyResponse
+from shmbuf.schema import DTYPES
 
 __all__ = [
     "default_env_ret_preprocess_fn",
@@ -35,14 +36,21 @@ def is_number(value: Any) -> bool:
     )
 
 
+FLOATS = frozenset(name for name in DTYPES if getattr(torch, name).is_floating_point or getattr(torch, name).is_complex)
+_INTS = {name: torch.iinfo(getattr(torch, name)) for name in DTYPES if name not in FLOATS and name != "bool"}
+_RANGE = {name: (i.min, i.max) for name, i in _INTS.items()}
+
+
 def fits(value: Any, dtype: str) -> bool:
     """Whether a number can be stored so: of floats no more is lost than of Python's, of others nothing."""
-    value, kind = value.item() if isinstance(value, np.generic) else value, getattr(torch, dtype)
-    if kind is torch.bool:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if dtype == "bool":
         return bool(value in (0, 1))
-    if kind.is_floating_point or kind.is_complex:
+    if dtype in FLOATS:
         return isinstance(value, float) or abs(value) < 1 << 127
-    return isinstance(value, int) and torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
+    least, most = _RANGE[dtype]
+    return isinstance(value, int) and least <= value <= most
 
 
 _NONE: Mapping[tuple[str, ...], str] = {}

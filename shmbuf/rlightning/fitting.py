@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shmbuf.errors import SchemaError
-from shmbuf.rlightning.chain import fits, places
+from shmbuf.rlightning.chain import FLOATS, fits, places
 from shmbuf.rlightning.leaves import OWN
 from shmbuf.schema import Key, Schema, show_key
 
@@ -25,6 +25,7 @@ class Stored:
         self._of: Schema | None = None
         self._scalars: dict[Key, str] = _FLAGS
         self._fitted: tuple[Any, ...] = ()  # what was found to fit
+        self._ask: list[tuple[Key, str]] = []  # of its numbers those whose value matters
 
     def now(self) -> Schema | None:
         if self._of is None and (found := self._schema()) is not None:
@@ -40,6 +41,9 @@ class Stored:
     def require(self, kinds: Mapping[Key, Kind], numbers: Mapping[Key, Any], silent: tuple[str, ...] = ()) -> None:
         """SchemaError: what a step has, by its own keys, is not what rows have. silent: keys that the first step leaves open."""
         schema, scalars, lines = self.now(), self.scalars(), []
+        looked = (schema, kinds, silent, {key: type(value) for key, value in numbers.items()})
+        if looked == self._fitted and all(fits(numbers[key], dtype) for key, dtype in self._ask):
+            return
         places_of = {key: [(name, *key[1:]) for name, _ in places(key[0])] for key in (*kinds, *numbers)}
         dtypes: dict[Key, str] = {}
         for key, value in numbers.items():
@@ -52,9 +56,6 @@ class Stored:
                 dtypes[place] = dtype = scalars.get(place, usual)
                 if not fits(value, dtype):
                     lines.append(f"key {show_key(key)}: got the {type(value).__name__} {value!r}, expected {dtype}")
-        looked = (schema, kinds, dtypes, silent)
-        if looked == self._fitted and not lines:
-            return
         got = {place: kind for key, kind in kinds.items() for place in places_of[key]}
         got.update((place, (dtype, ())) for place, dtype in dtypes.items())
         names = {name for key in silent for name, _ in places(key)}
@@ -69,3 +70,9 @@ class Stored:
             what = "rows" if schema is None else "the rows that are stored"
             raise SchemaError(f"a step does not fit {what}; nothing was taken:\n  " + "\n  ".join(dict.fromkeys(lines)))
         self._fitted = looked
+        self._ask = [
+            (key, dtypes[place])
+            for key, value in numbers.items()
+            for place in places_of[key]
+            if not isinstance(value, bool) and not (isinstance(value, float) and dtypes[place] in FLOATS)
+        ]

@@ -257,6 +257,7 @@ class VectorSteps:
         """separate: episodes end one by one; else all at once, and a custom postprocess gets steps of all of them. stored: what the
         default one's rows have to fit."""
         self._stored = Stored() if stored is None else stored
+        self._fit_for: Any = self  # the schema that the columns were held against; itself: not all of them yet
         self.num_envs, self._separate = num_envs, separate
         self._postprocess, self._default = postprocess, postprocess is default_postprocess_fn
         self._columns: list[Column] = []
@@ -292,9 +293,10 @@ class VectorSteps:
                 if len(columns) != len(self._columns) or (odd and not dummies):
                     raise SchemaError(self._unlike(columns))
             arrays = [leaf.array for leaf in leaves.values()]
-        if self._default:
+        if self._default and (columns is not self._columns or self._stored.now() is not self._fit_for):
             silent = () if running else tuple(c.key[0] for c in columns if is_dummy(c.key))
             self._stored.require({c.key: (c.dtype, c.shape) for c in columns if c.key[0] not in silent}, {}, silent)
+            self._fit_for = self if silent else self._stored.now()
         done = self._done(step)
         if not running:
             self._clock = 0
