@@ -316,7 +316,8 @@ class Attachment:
         if why == "device":
             raise self._device_failed(error.args[1]) from None
         if why == "unmapped":
-            self._place.require(self._handle)
+            self._place.require(self._bare)
+            self._have_rows()
             return
         if why != "forked" or self.closed:
             if threading.current_thread().daemon and not threading.main_thread().is_alive():
@@ -404,16 +405,29 @@ class Attachment:
         self._schema = schema
 
     def _have_rows(self) -> None:
-        """Rows in device memory are mapped as soon as there are any."""
-        if self._place.wish is None or not self._handle.ready:
+        """Rows in device memory are kept as soon as there are any; and mapped, if this process has them mapped already, or this handle a
+        thread that drains."""
+        place = self._place
+        if place.wish is None or not self._handle.ready:
             return
-        self._place.map(self._handle)
-        if (
-            self._place.hold is not None
-            and self._place.hold.connection is not None
-            and type(self._handle) is not devices.Watched
-        ):
-            self._handle = devices.Watched(self._handle, self._place)
+        place.have(self._bare)
+        if place.hold is None:
+            return
+        if place.hold.connection is not None and type(self._handle) is not devices.Watched:
+            self._handle = devices.Watched(self._handle, place)
+        if place.is_here or self._bare.has_thread:
+            place.map(self._bare)
+        elif not self._readonly:
+            place.look_after(self._bare)
+
+    def _help(self) -> bool:
+        """Before a wait for what a drain brings: rows in device memory are mapped, so that this process does it, if nobody else will."""
+        if self._place.wish is None or self._readonly:
+            return False
+        try:
+            return self._place.help(self._bare)
+        except native.Gone:  # closed, or a fork child's: the wait says so
+            return False
 
     @property
     def device(self) -> str:
@@ -448,6 +462,7 @@ def _unpickle(cls: type[Self], name: str, owner: int | None, readonly: bool, ins
 def _finalize(handle: Any, place: devices.Place, name: str, instance_id: int | None, owner_pid: int) -> None:
     """instance_id is given by the creator of an unnamed buffer, which ends with it (but not with its forked children)."""
     failures.attached.pop(id(handle), None)
+    place.withdraw()
     handle.close()
     place.close()
     if instance_id is not None and os.getpid() == owner_pid:

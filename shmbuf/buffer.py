@@ -24,7 +24,7 @@ from shmbuf.epochs import Epochs
 from shmbuf.errors import RingFull, SchemaError
 from shmbuf.priorities import as_priorities, bad_priority
 from shmbuf.reading import address_of
-from shmbuf.rows import as_arrays, conform, count
+from shmbuf.rows import as_arrays, conform, count, on_host
 from shmbuf.schema import Schema, show_key
 from shmbuf.ticket import Nothing, Ticket, left_of, same_ids, seconds_of
 from shmbuf.trajectories import Trajectories
@@ -113,7 +113,7 @@ class Buffer(Trajectories, Epochs, Edits):
         of = p = None
         if stream is not None:
             self._require_streams(schema)
-            of = np.asarray(stream)
+            of = np.asarray(on_host(stream))
             if of.dtype.kind not in "iu" or of.shape not in ((n,), ()):
                 raise ValueError(
                     f"stream of dtype {of.dtype} and shape {list(of.shape)} for {n} rows: one integer, or one for each"
@@ -174,6 +174,10 @@ class Buffer(Trajectories, Epochs, Edits):
                 t = self._call("put_tree", columns, rows, n, self._full_code, seconds, wake, tensors)
         if t is None:
             return None
+        if (
+            t.status and self._help() and _STATUS[t.status] == "none_free"
+        ):  # the rings of those who left wait to be drained
+            return self.submit(columns, rows, n, wake, timeout, tensors, convert, extras, loaded)
         ticket = Ticket(t, self, convert)
         if t.status:
             failures.put_failed(self, _STATUS[t.status], ticket, seconds)
@@ -239,6 +243,7 @@ class Buffer(Trajectories, Epochs, Edits):
         return int(began)
 
     def _clear(self, keep_write_count: bool, timeout: float | None, restart: tuple[int, int] | None = None) -> Ticket:
+        self._help()
         t = self._call("clear", keep_write_count, seconds_of(timeout), restart)
         ticket = Ticket(t, self, same_ids)
         if t.status != _OK:
@@ -252,6 +257,9 @@ class Buffer(Trajectories, Epochs, Edits):
 
     def drain(self) -> bool:
         """Move what the rings hold into the buffer now, unless somebody else is at it. True: at least one record moved."""
+        if self._place.wish is not None:
+            self._get("ready")  # a fork child attaches anew here
+            self._place.map(self._bare)
         return self._call("help") == 2
 
     def __repr__(self) -> str:

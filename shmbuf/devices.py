@@ -4,26 +4,33 @@ which is imported only when a buffer wants a device."""
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from shmbuf._extension import native
 from shmbuf.errors import DeviceError, NotEnoughMemory, StorageLost
+from shmbuf.limiter import figures
 
 if TYPE_CHECKING:
     from shmbuf.cuda.holding import Hold
 
+STUCK = 5.0  # seconds that one waits before it drains by itself, though there is somebody who should
 Wish = dict[str, Any]  # of a segment's configuration: {"uuid": as nvidia-smi writes it, "rings": int}
 
 
+def is_uuid(text: str) -> bool:
+    return text.startswith(("GPU-", "MIG-"))
+
+
 def parsed(device: Any) -> tuple[str, str]:
-    """("cpu" or "cuda" or "GPU", number or UUID or ""). Raises ValueError; asks no driver."""
+    """("cpu" or "cuda" or "UUID", number or UUID or ""). Raises ValueError; asks no driver."""
     text = "cpu" if device is None else str(device)
     if text in ("cpu", "cpu:0"):
         return "cpu", ""
-    if text.startswith("GPU-"):
-        return "GPU", text[4:]
+    if is_uuid(text):
+        return "UUID", text
     kind, colon, index = text.partition(":")
     if kind != "cuda" or (colon and not index.isdecimal()):
         raise ValueError(
@@ -43,47 +50,71 @@ def wish(device: Any, rings: int = 1) -> Wish | None:
         )
     from shmbuf.cuda import driver
 
-    if kind == "GPU":
-        found = driver.by_uuid(driver.uuid_of(f"GPU-{index}"), "the buffer")
+    if kind == "UUID":
+        found = driver.by_uuid(driver.uuid_of(index), "the buffer")
     else:
         found = driver.by_index(int(index) if index else driver.current_index())
-    return {"uuid": driver.uuid_text(found.uuid), "rings": int(rings)}
+    return {"uuid": found.uuid_text, "rings": int(rings)}
 
 
 class Place:
-    """Where the rows of one handle are, and whether this process has them. ``wish``: of the configuration; None: in the segment."""
+    """Where the rows of one handle are, and whether this process has them. ``wish``: of the configuration; None: in the segment.
+
+    Having them is holding what keeps them alive, which costs nothing on the device; they are mapped, in a context of the device, when this
+    process first reads them, writes them from there, or has to drain.
+    """
 
     def __init__(self, name: str, wish: Wish | None):
         self.name, self.wish = name, wish
         self.hold: Hold | None = None
         self.error: Exception | None = None  # why this process does not have them
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._watches = self._closed = False
+        self._watched: Any = None  # by look_after
 
-    def make(self, handle: Any, size: int) -> tuple[int, bytes, int, bytes, int]:
+    def make(self, handle: Any, size: int) -> tuple[int, bytes, int, int]:
         """The memory of a buffer that is being built: for `Handle.build`. Raises DeviceError, NotEnoughMemory."""
         from shmbuf.cuda import driver, holding, memory
 
         assert self.wish is not None
         self.hold = hold = holding.make(self.name, handle, driver.uuid_of(self.wish["uuid"]), size)
         m = hold.memory
-        return memory.KINDS[m.kind], m.device.uuid, m.bytes, m.ipc_handle, self.wish["rings"]
+        return memory.KINDS[m.kind], m.uuid, m.bytes, self.wish["rings"]
 
-    def map(self, handle: Any) -> None:
-        """Have the rows of a built buffer in this process. Where that cannot be, `error` says why; StorageLost is raised: they are gone."""
-        if self.wish is None:
-            return
+    def have(self, handle: Any) -> None:
+        """Keep the memory of a built buffer, and offer it on. Where that cannot be, `error` says why; StorageLost is raised: the rows are
+        gone."""
         with self._lock:
-            if handle.device_rows is not None:
+            if self.wish is None or self._closed or self._watches:
                 return
             try:
                 if self.hold is None:
                     from shmbuf.cuda import holding
 
                     self.hold = holding.take(self.name, handle)
-                hold = self.hold
-                handle.map_rows(hold.memory.address, hold.memory.bytes, hold.memory.context)
-                hold.built()
-                hold.watch(lambda: self._gone(handle))
+                self.hold.built()
+                self.hold.watch(lambda: self._gone(handle))
+                self._watches = True
+                self.error = None
+            except (DeviceError, NotEnoughMemory) as e:
+                self.error = e
+
+    @property
+    def is_here(self) -> bool:
+        """Whether some handle of this process has it mapped, or made it."""
+        return self.hold is not None and self.hold.memory.mapped is not None
+
+    def map(self, handle: Any) -> None:
+        """Have the rows of a built buffer in this process, mapped. As :meth:`have`."""
+        with self._lock:
+            if self.wish is None or self._closed or handle.device_rows is not None:
+                return
+            self.have(handle)
+            if self.hold is None:
+                return
+            try:
+                mapped = self.hold.memory.map(f"buffer {self.name!r}")
+                handle.map_rows(mapped.address, mapped.bytes, mapped.context)
                 self.error = None
             except (DeviceError, NotEnoughMemory) as e:
                 self.error = e
@@ -93,6 +124,55 @@ class Place:
                 self.error = DeviceError(
                     f"the rows of buffer {self.name!r} cannot be used in this process: {e.args[1]}"
                 )
+
+    def help(self, handle: Any) -> bool:
+        """Map the rows of a buffer that nobody drains, so that whoever waits here does. Whether it came to that."""
+        if self.hold is None or handle.device_rows is not None or not handle.runnable or self._drains(handle.members()):
+            return False
+        self.map(handle)
+        return handle.device_rows is not None
+
+    @staticmethod
+    def _drains(members: list[dict[str, Any]]) -> bool:
+        """Whether one of them has the rows mapped and a thread, or itself, that drains."""
+        from shmbuf import segment
+
+        return any(
+            m["alive"]
+            and m["on_device"]
+            and not m.get("device_error")
+            and not {"drainer", "standby"}.isdisjoint(m["roles"])
+            and segment.process_state(m["pid"]) not in ("T", "t")
+            for m in members
+        )
+
+    def look_after(self, handle: Any) -> None:
+        """While the rows are not mapped: :meth:`help` if this handle waits, also for one who drained when the wait began."""
+        from shmbuf.cuda import sharing
+
+        def look() -> bool:
+            try:
+                if self._closed or handle.device_rows is not None:
+                    return True
+                if not handle.runnable:
+                    return False
+                members = handle.members()
+                mine = next((m for m in members if m["member"] == handle.member), None)
+                if mine is None or mine["waits_for"] not in ("room", "commit", "rows"):
+                    return False
+                if mine["waiting_seconds"] > STUCK and not limits(handle):
+                    self.map(handle)
+                return self.help(handle)
+            except native.Gone:  # closed
+                return True
+
+        def limits(handle: Any) -> bool:
+            said = figures(handle.limiter(1))
+            return bool(said and said["collectors_wait"])
+
+        if self._watched is not handle:
+            self._watched = handle
+            sharing.server().repeat(look)
 
     def _gone(self, handle: Any) -> None:
         """The steward is dead: so everybody hears it, also those who do not have the memory."""
@@ -132,9 +212,18 @@ class Place:
             "anew, from a checkpoint if there is one"
         )
 
+    def withdraw(self) -> None:
+        """Before the native handle is closed, whose entry others ask by."""
+        if self._pid != os.getpid():  # of a lock that a thread of the parent may have held
+            return
+        with self._lock:
+            self._closed = True
+            if self.hold is not None:
+                self.hold.withdraw()
+
     def close(self) -> None:
         """When the native handle has been closed, or it was not built."""
-        hold, self.hold = self.hold, None
+        hold, self.hold, self._watches = self.hold, None, False
         if hold is not None:
             hold.close()
 

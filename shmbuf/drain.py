@@ -38,6 +38,7 @@ def run(name: str, *, leave_when_alone: bool = False, quiet: bool = False) -> No
         place.map_when_ready(handle, leave_when_alone)
         handle.drain_until(leave_when_alone)
     finally:
+        place.withdraw()
         handle.close()
         place.close()
 

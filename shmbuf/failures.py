@@ -165,6 +165,20 @@ native.set_long_wait(_long_wait, LONG_WAIT)
 
 
 def writer_text(buffer: Attachment) -> str:
+    """Who moves rows out of the rings, and who cannot because of his device."""
+    broken = [device_error_text(m) for m in buffer._call("members") if m["alive"] and m["device_error"]]
+    if error := buffer._handle.device_error:  # more than its number
+        broken = [f"this process cannot write to the device now ({error})", *broken]
+    return "; ".join([*broken, _holder_text(buffer)])
+
+
+def device_error_text(member: dict[str, Any]) -> str:
+    return (
+        f"pid {member['pid']} ({member['command']}) cannot write to the device now: CUDA error {member['device_error']}"
+    )
+
+
+def _holder_text(buffer: Attachment) -> str:
     c = buffer._call("counters")
     pid = c["writer_pid"]
     if not c["writer_active"]:

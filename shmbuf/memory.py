@@ -207,5 +207,7 @@ def of(
         config_bytes or native.config_bytes(max_collectors, MAX_MEMBERS, 1024),
         native.ring_stride(ring, keep),
         max_collectors,
-        0 if device_rings is None else native.device_bytes(capacity, schema.row_bytes, ring, device_rings),
+        0
+        if device_rings is None
+        else native.device_bytes(capacity, schema.row_bytes, device_rings=device_rings, ring_bytes=ring),
     )

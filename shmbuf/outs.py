@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class Outs:
 
     schema: Any
     _on: OnDevice | None
+    _later: bool
+    _look_again: Callable[[], None]
     _out_schema: Schema
     _out_columns: Any
 
@@ -55,6 +57,8 @@ class Outs:
         """The addresses of a caller's tensors, checked; index and row_id are added to out if they are missing."""
         if tuple(out.batch_size) != (n,):
             raise SchemaError(f"out has batch size {list(out.batch_size)}, the sample has [{n}]")
+        if self._later:
+            self._look_again()
         host = self._on is None
         where = torch.device("cpu") if self._on is None else self._on.device
         addresses = native.addresses_in(self._out_columns, out, n) if host and type(out) is TensorDict else None
@@ -70,7 +74,8 @@ class Outs:
             if t is None or (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) != (c.dtype, c.shape):
                 got = "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}"
                 raise SchemaError(f"out, key {key}: got {got}, expected {c}")
-            plain = t.layout == torch.strided and t.device == where and t.is_contiguous()
+            there = t.device == where or (t.device.type == "cpu" and c.key in NUMBERS)  # which the host knows
+            plain = t.layout == torch.strided and there and t.is_contiguous()
             if not plain or t.is_neg() or t.is_conj() or (t.numel() and not t.data_ptr()):
                 raise SchemaError(
                     f"out, key {key}: has to be a plain contiguous {'CPU' if where.type == 'cpu' else where} tensor to be written into"

@@ -9,6 +9,7 @@ import numpy as np
 from shmbuf._extension import native
 from shmbuf.failures import writer_text
 from shmbuf.reading import Reading, address_of, as_ids
+from shmbuf.rows import on_host
 from shmbuf.schema import nest
 from shmbuf.ticket import seconds_of
 
@@ -37,7 +38,7 @@ def check_weighting(beta: float, normalize: str) -> None:
 
 def as_priorities(priorities: Any, n: int) -> np.ndarray:
     """float32 or float64 [n], contiguous."""
-    array = np.asarray(priorities)
+    array = np.asarray(on_host(priorities))
     if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
         raise TypeError(f"priorities of dtype {array.dtype}: real numbers are needed")
     if array.shape not in ((n,), ()):

@@ -16,6 +16,7 @@ from shmbuf.attachment import Attachment
 from shmbuf.errors import Lapped, NotEnoughRows, StorageLost
 from shmbuf.limiter import Scaled, Words, collectors_text, figures, from_now_on, limiter_of, scaled, waiting_text
 from shmbuf.pins import Pin, pin
+from shmbuf.rows import on_host
 from shmbuf.schema import nest
 from shmbuf.ticket import left_of, seconds_of
 
@@ -35,7 +36,7 @@ def address_of(a: np.ndarray) -> int:
 
 
 def as_ids(ids: Any) -> np.ndarray:
-    array = np.asarray(ids if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
+    array = np.asarray(on_host(ids) if not isinstance(ids, range) else np.arange(ids.start, ids.stop, ids.step))
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"row ids of dtype {array.dtype}: integers are needed")
     return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
@@ -346,13 +347,14 @@ class Reading(Attachment):
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
         status, since = "timeout", time.monotonic()
         while self._place.wish is not None and not self._get("ready") and status == "timeout":
-            # Whoever waits helps, if he has the rows: these are mapped as soon as there are any.
+            # Whoever waits helps, if nobody else does and he has the rows: in short turns until there are any.
             left = seconds_of(left_of(timeout, since))
             status = _STATUS[self._call("wait_rows", n, left if 0 <= left < 0.02 else 0.02)]
             if left == 0:
                 break
         if self._place.wish is not None:
             self._have_rows()
+            self._help()
         status = _STATUS[self._call("wait_rows", n, seconds_of(left_of(timeout, since)))]
         if status == "timeout":
             have = len(self)

@@ -11,6 +11,11 @@ from shmbuf.errors import SchemaError
 from shmbuf.schema import Key, Schema, flatten, show_key
 
 
+def on_host(values: Any) -> Any:
+    """What numpy can look at: of a tensor of any device, with autograd or without, its values on the host. Never imports torch."""
+    return values.detach().cpu() if hasattr(values, "detach") and hasattr(values, "cpu") else values
+
+
 def as_array(key: Key, leaf: Any) -> np.ndarray:
     """One leaf as an array; SchemaError names the key of what cannot be one."""
     arraylike = hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")

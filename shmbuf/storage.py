@@ -14,11 +14,11 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from shmbuf import devices
 from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import DeviceError, Lapped, NotEnoughMemory, SchemaError
+from shmbuf.errors import Lapped, SchemaError
 from shmbuf.forms import Rows, show, take_items
 from shmbuf.gathering import Gathering
 from shmbuf.lanes import Cells, cells, check_inner, checked_lanes
-from shmbuf.on_device import OnDevice
+from shmbuf.on_device import OnDevice, Placed
 from shmbuf.outs import NUMBERS, Outs
 from shmbuf.packed import bound_of, fill
 from shmbuf.presenting import Presenting, pack_all, values_of
@@ -84,7 +84,7 @@ def of_tensors(columns: Any, dtypes: list[torch.dtype]) -> Any:
     return columns
 
 
-class ShmStorage(Outs, Cells):
+class ShmStorage(Outs, Cells, Placed):
     """Rows in shared memory, under a name.
 
     Args:
@@ -151,7 +151,6 @@ class ShmStorage(Outs, Cells):
         )
         self._buffer: Buffer | None = None
         self._ready: Schema | None = None
-        self._on: OnDevice | None = None  # with the schema, where the rows are on a device
         self._direct = False  # rows may be what the core takes as it is
         self.presents: Presenting | None = None  # the last step of a sample, where rows are more than tensors
         self._templates: tuple[int, list[torch.Tensor]] = (-1, [])
@@ -216,21 +215,6 @@ class ShmStorage(Outs, Cells):
         return self._buffer if self._buffer is not None else self.open({})
 
     @property
-    def device(self) -> torch.device:
-        """Where the rows live."""
-        if (
-            self._on is None
-            and self._buffer is not None
-            and self._buffer.device != "cpu"
-            and self._buffer.schema is not None
-        ):
-            self.schema()
-        if self._on is not None:
-            return self._on.device
-        where = str(self._make["device"] or "cpu") if self._buffer is None else self._buffer.device
-        return torch.device(where if not where.startswith("GPU-") else "cuda")
-
-    @property
     def name(self) -> str | None:
         return self._buffer.name if self._buffer is not None else self._make["name"]
 
@@ -243,12 +227,9 @@ class ShmStorage(Outs, Cells):
 
     def _prepare(self, schema: Schema) -> None:
         check_inner(schema, self.ndim, self.max_size)
-        self._on = None
-        if self.buffer._place.wish is not None:
-            with contextlib.suppress(
-                DeviceError, NotEnoughMemory
-            ):  # it can put, and reading by way of the host works, or says why not
-                self._on = OnDevice(self.buffer)
+        place = self.buffer._place
+        self._on = None if place.wish is None else OnDevice.of(self.buffer)
+        self._later = place.wish is not None and self._on is None and self.buffer._handle.device_rows is None
         self._dtypes = [torch_dtype(c) for c in schema.columns]
         self._columns = of_tensors(schema.native(self._dtypes), self._dtypes)
         self._specs = [(c.shape, d) for c, d in zip(schema.columns, self._dtypes, strict=True)]
@@ -437,6 +418,8 @@ class ShmStorage(Outs, Cells):
     def _fresh(self, n: int, pin: bool, weighted: bool = False) -> list[torch.Tensor]:
         """Uninitialised [n, *shape] tensors: the columns, then int64 row_id and index, which are the host's; weighted: and a float32."""
         numbers = [((), torch.int64), ((), torch.int64), ((), torch.float32)]
+        if self._later:
+            self._look_again()
         if self._on is not None:
             of_host = [torch.empty(n, dtype=d) for _, d in (numbers if weighted else numbers[:2])]
             return [torch.empty((n, *s), dtype=d, device=self._on.device) for s, d in self._specs] + of_host
@@ -524,10 +507,6 @@ class ShmStorage(Outs, Cells):
         if self._on is None:
             return self.buffer._call("fetch", self._columns, [t.data_ptr() for t in leaves], *where)
         return self.buffer._call("gather_device", self._on.columns(self.schema(), leaves), *where, self._on.stream())
-
-    def delivered(self, td: TensorDictBase) -> TensorDictBase:
-        """A sample, with what the host knows of its rows (their numbers, weights, masks) where they are, too."""
-        return td if self._on is None or self._on.device.type == "cpu" else td.to(self._on.device)
 
     def gathering(self, n: int, *, pin: bool = False) -> Gathering:
         """Room for n rows, to be filled by id. For samplers."""

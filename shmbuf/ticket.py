@@ -80,6 +80,9 @@ class Ticket:
 
     def finish(self, timeout: float | None = None) -> None:
         """`wait`, for whoever does not ask what became of the rows."""
+        buffer = self._buffer
+        if buffer._place.wish is not None and not self._native.done():
+            buffer._help()
         try:
             status = self._native.wait(seconds_of(timeout))
         except KeyboardInterrupt:

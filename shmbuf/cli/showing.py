@@ -152,7 +152,8 @@ def _tables(info: Info) -> Iterator[Any]:
                 ", ".join(m["roles"]) or "-",
                 count(m["slot"]),
                 f"{seconds(m['age_seconds'])} ago",
-                living("alive" if m["alive"] else "dead", m["process_state"]),
+                living("alive" if m["alive"] else "dead", m["process_state"])
+                + (f", cannot write to the device: CUDA error {m['device_error']}" if m["device_error"] else ""),
             )
         yield from (t, *[f"and {len(dead) - DEAD_SHOWN} more dead"] * (len(dead) > DEAD_SHOWN), "")
     if not alive:

@@ -44,19 +44,24 @@ class Device:
     total_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.name} {uuid_text(self.uuid)} (cuda:{self.index} here)"
+        return f"{self.name} {self.uuid_text} (cuda:{self.index} here)"
+
+    @property
+    def uuid_text(self) -> str:
+        """As nvidia-smi writes it: of a MIG instance, whose driver gives its own UUID and a name with MIG in it, ``MIG-…``."""
+        return uuid_text(self.uuid, "MIG" if "MIG" in self.name.split() else "GPU")
 
 
-def uuid_text(uuid: bytes) -> str:
+def uuid_text(uuid: bytes, kind: str = "GPU") -> str:
     """As nvidia-smi writes it."""
     h = uuid.hex()
-    return f"GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
+    return f"{kind}-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
 
 
 def uuid_of(text: str) -> bytes:
-    """The other way round. Raises ValueError."""
+    """The other way round, also of a MIG instance. Raises ValueError."""
     try:
-        uuid = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+        uuid = bytes.fromhex(text.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
     except ValueError:
         uuid = b""
     if len(uuid) != 16:
@@ -131,12 +136,19 @@ def call(name: str, *args: Any, doing: str = "") -> Any:
     """A call of the driver: its result, or tuple of results. ``doing``: for the error's text.
 
     Raises:
-        NotEnoughMemory: the device has not enough left. Refused: anything else, in the driver's words.
+        NotEnoughMemory: the device has not enough left. Refused: anything else, in the driver's words; NOT_SUPPORTED, where this driver
+        has no such call.
     """
     d = bindings()
-    status, *results = getattr(d, name)(*args)
+    what = f"{doing}: " if doing else ""
+    try:
+        status, *results = getattr(d, name)(*args)
+    except (RuntimeError, AttributeError) as e:  # the bindings are newer than the driver, or older than we think
+        raise Refused(
+            f"{what}{name} is not to be had here: {' '.join(str(e).split())}. The display driver, or cuda-bindings, is too old for it",
+            NOT_SUPPORTED,
+        ) from None
     if int(status):
-        what = f"{doing}: " if doing else ""
         if int(status) == 2:
             raise NotEnoughMemory(
                 f"{what}the device has not enough memory left ({name}: {_words(d, 2)}). nvidia-smi tells who has it; choose a "
@@ -152,9 +164,18 @@ def devices() -> list[Device]:
     for index in range(call("cuDeviceGetCount")):
         d = call("cuDeviceGet", index)
         name = call("cuDeviceGetName", 96, d).split(b"\0")[0].decode(errors="replace").strip()
-        ask = "cuDeviceGetUuid_v2" if hasattr(bindings(), "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-        out.append(Device(index, bytes(call(ask, d).bytes), name, call("cuDeviceTotalMem", d)))
+        out.append(Device(index, _uuid(d), name, call("cuDeviceTotalMem", d)))
     return out
+
+
+def _uuid(device: Any) -> bytes:
+    """A MIG instance's own, where the driver is of CUDA 11.4 or newer."""
+    try:
+        return bytes(call("cuDeviceGetUuid_v2", device).bytes)
+    except Refused as e:
+        if e.status != NOT_SUPPORTED:
+            raise
+        return bytes(call("cuDeviceGetUuid", device).bytes)
 
 
 def by_index(index: int) -> Device:

@@ -18,29 +18,121 @@ from shmbuf.errors import DeviceError
 
 STEWARD_STARTS = 60.0  # seconds, at most: it starts an interpreter and the driver
 
-# One mapping for all handles of this process on one buffer, by the segment's instance.
-_known: dict[int, Memory] = {}
+# One for all handles of this process on one buffer, by the segment's instance.
+_known: dict[int, Share] = {}
 _lock = threading.Lock()
 _stewards: list[subprocess.Popen] = []  # started here
 
 
-class Hold:
-    """One handle's share in a mapping. :meth:`close` when its native handle has been closed."""
+class Share:
+    """The memory of one buffer, as this process has it: what others can be handed (a descriptor, or a steward's handle), which keeps it
+    alive and needs no context; and, from its first use here on, a mapping.
 
-    def __init__(self, mapped: Memory, instance: int, connection: socket.socket | None = None):
-        self.memory, self._instance = mapped, instance
+    Counted: whoever got it, or called :meth:`retain`, calls :meth:`release`; the last of them lets go of it.
+    """
+
+    def __init__(
+        self,
+        instance: int,
+        kind: str,
+        size: int,
+        uuid: bytes,
+        *,
+        why: str = "",
+        pid: int = 0,
+        fd: int = -1,
+        ipc_handle: bytes = b"",
+        mapped: Memory | None = None,
+    ):
+        self.instance, self.kind, self.bytes, self.uuid = instance, kind, size, uuid
+        self.why, self.pid = why, pid  # why in this way; from whom it came
+        self.fd, self.ipc_handle, self.mapped = fd, ipc_handle, mapped
+        self._users, self._lock, self._mapping, self._made_by = 1, threading.Lock(), threading.Lock(), os.getpid()
+
+    @classmethod
+    def of(cls, mapped: Memory, instance: int, why: str) -> Share:
+        """Of what this process made."""
+        fd, mapped.fd = mapped.fd, -1
+        of = instance, mapped.kind, mapped.bytes, mapped.device.uuid
+        return cls(*of, why=why, pid=os.getpid(), fd=fd, ipc_handle=mapped.ipc_handle, mapped=mapped)
+
+    @property
+    def is_own(self) -> bool:
+        return self.mapped is not None and self.mapped.is_own
+
+    def map(self, what: str) -> Memory:
+        """Mapped in this process: the first call opens the device's context. Raises DeviceError, NotEnoughMemory."""
+        with self._mapping:
+            if self.mapped is None:
+                device = driver.by_uuid(self.uuid, what)
+                try:
+                    if self.kind == VMM:
+                        self.mapped = memory.imported(device, os.dup(self.fd), self.bytes)
+                        fd, self.mapped.fd = self.mapped.fd, -1  # ours is the one to be handed on
+                        os.close(fd)
+                    else:
+                        self.mapped = memory.opened(device, self.ipc_handle, self.bytes)
+                except driver.Refused as e:
+                    raise DeviceError(_not_opened(what, self, e)) from None
+            return self.mapped
+
+    def retain(self) -> bool:
+        """One user more. False: there is nothing left of it."""
+        with self._lock:
+            if not self._users:
+                return False
+            self._users += 1
+            return True
+
+    def release(self) -> None:
+        """One user less. After the last nobody may be reading or writing through it any more."""
+        with self._lock:
+            if not self._users:
+                return
+            self._users -= 1
+            if self._users:
+                return
+            fd, self.fd = self.fd, -1
+        with _lock:
+            if _known.get(self.instance) is self:
+                del _known[self.instance]
+        if fd >= 0:
+            os.close(fd)
+        if self.mapped is not None:
+            self.mapped.release()
+
+    def drop_in_child(self) -> None:
+        """After a fork: the child keeps nothing alive."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Hold:
+    """One handle's part in it. :meth:`withdraw` before its native handle is closed, :meth:`close` afterwards."""
+
+    def __init__(self, share: Share, connection: socket.socket | None = None):
+        self.memory = share
         self.connection = connection  # to the steward, if it has one
-        self._listener: socket.socket | None = None
+        self._offered: sharing.Offered | None = None
         self._keep: Any = None  # the steward's pipe, until it is told that the buffer is built
         self._pid, self._closed = os.getpid(), False
         self._poll = select.poll()
         if connection is not None:
             self._poll.register(connection, select.POLLIN | select.POLLHUP)
 
-    def offer(self, member: int) -> None:
+    def offer(self, handle: Any) -> None:
         """Hand it to whoever asks for it at this member's name. Nothing, if there is no entry for this handle, or a steward does it."""
-        if member >= 0 and (self.memory.kind == VMM or self.memory.is_own):
-            self._listener = sharing.server().offer(sharing.address_of(self._instance, member), self.memory)
+        if self.memory.kind == VMM or self.memory.is_own:
+            entry = sharing.entry_of(handle)
+            if entry is not None:
+                self._offered = sharing.server().offer(sharing.address_of(self.memory.instance, entry), self.memory)
+
+    def withdraw(self) -> None:
+        """Offer it no more: the name is that of a member who is about to be none."""
+        offered, self._offered = self._offered, None
+        if offered is not None and self._pid == os.getpid():
+            offered.withdraw()
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Call ``gone`` when the steward is dead. Nothing, if there is none."""
@@ -66,17 +158,15 @@ class Hold:
     def close(self) -> None:
         if self._closed:
             return
+        self.withdraw()
         self._closed = True
         if self._keep is not None:  # never built: its steward ends
             self._keep.close()
         if self._pid != os.getpid():
             return
-        for s in (self._listener, self.connection):
-            if s is not None:
-                sharing.server().remove(s)
-        with _lock:
-            if self.memory.release():
-                _known.pop(self._instance, None)
+        if self.connection is not None:
+            sharing.server().remove(self.connection)
+        self.memory.release()
 
 
 def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
@@ -86,18 +176,21 @@ def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
     """
     instance, what = handle.header["instance_id"], f"the rows of buffer {name!r}"
     device = driver.by_uuid(uuid, what)
-    reason = memory.why_not_vmm(device)
+    try:
+        reason = memory.why_not_vmm(device)
+    except driver.Refused as e:  # an older driver does not know what it is asked
+        reason = str(e)
     if not reason:
         try:
             mapped = memory.create(device, size, what)
         except driver.Refused as e:
             reason = str(e)
         else:
-            mapped.why = "ipc: not needed"
+            share = Share.of(mapped, instance, "ipc: not needed")
             with _lock:
-                _known[instance] = mapped
-            hold = Hold(mapped, instance)
-            hold.offer(handle.member)
+                _known[instance] = share
+            hold = Hold(share)
+            hold.offer(handle)
             return hold
     try:
         return _by_steward(name, handle, device, size, reason)
@@ -124,10 +217,15 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
         line = _line_within(p, STEWARD_STARTS)
         if not line.startswith("member "):
             raise DeviceError(line or f"its steward, pid {p.pid}, ended with status {p.wait(10)} and without a word")
-        offer = sharing._ask_one(sharing.address_of(instance, int(line.split()[1])), STEWARD_STARTS)
+        offer = sharing.ask_member(handle, int(line.split()[1]), STEWARD_STARTS)
         if offer is None:
             raise DeviceError(f"its steward, pid {p.pid}, does not answer")
-        hold = _opened(offer, instance, f"the rows of buffer {name!r}")
+        hold = _held(offer, instance)
+        try:
+            hold.memory.map(f"the rows of buffer {name!r}")
+        except BaseException:
+            hold.close()
+            raise
     except BaseException:
         p.stdin.close()
         raise
@@ -150,17 +248,16 @@ def _line_within(p: subprocess.Popen, seconds: float) -> str:
 
 
 def take(name: str, handle: Any) -> Hold:
-    """The memory of a built buffer, from who has it; and it is offered on.
+    """The memory of a built buffer, from who has it: kept alive, and offered on; not mapped, so that no context is opened.
 
     Raises StorageLost, DeviceError.
     """
     header = handle.header
     instance, what = header["instance_id"], f"buffer {name!r}"
     kind, uuid, size = (header[f"device_{k}"] for k in ("kind", "uuid", "bytes"))
-    device = driver.by_uuid(uuid, what)
     with _lock:
-        mapped = _known.get(instance) if kind == memory.KINDS[VMM] else None
-        hold = Hold(mapped, instance) if mapped is not None and mapped.retain() else None
+        share = _known.get(instance) if kind == memory.KINDS[VMM] else None
+        hold = Hold(share) if share is not None and share.retain() else None
     if hold is None:
         offer = sharing.ask(handle, what)
         if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
@@ -169,38 +266,34 @@ def take(name: str, handle: Any) -> Hold:
                 f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.size:,} bytes) than {what} has: is it attached to one "
                 "of the same name that was replaced? Attach again"
             )
-        hold = _opened(offer, instance, what, device)
-    hold.offer(handle.member)
+        hold = _held(offer, instance)
+    hold.offer(handle)
     return hold
 
 
-def _opened(offer: sharing.Offer, instance: int, what: str, device: driver.Device | None = None) -> Hold:
-    """Map what was handed over."""
-    try:
-        device = device or driver.by_uuid(offer.uuid, what)
-        with _lock:
-            mapped = _known.get(instance)
-            if mapped is None or not mapped.retain():
-                if offer.kind == VMM:
-                    fd, offer.fd = offer.fd, -1
-                    mapped = memory.imported(device, fd, offer.size)
-                else:
-                    mapped = memory.opened(device, offer.ipc_handle, offer.size)
-                mapped.why = offer.why
-                _known[instance] = mapped
-    except driver.Refused as e:
-        offer.drop()
-        raise DeviceError(_not_opened(what, offer, e)) from None
-    except BaseException:
-        offer.drop()
-        raise
+def _held(offer: sharing.Offer, instance: int) -> Hold:
+    """Of what was handed over."""
+    with _lock:
+        share = _known.get(instance)
+        if share is None or not share.retain():
+            fd, offer.fd = offer.fd, -1
+            share = _known[instance] = Share(
+                instance,
+                offer.kind,
+                offer.size,
+                offer.uuid,
+                why=offer.why,
+                pid=offer.pid,
+                fd=fd,
+                ipc_handle=offer.ipc_handle,
+            )
     if offer.kind == VMM:
-        offer.drop()  # the descriptor that a mapping already has
-        return Hold(mapped, instance)
-    return Hold(mapped, instance, offer.connection)
+        offer.drop()  # the descriptor that is here already
+        return Hold(share)
+    return Hold(share, offer.connection)
 
 
-def _not_opened(what: str, offer: sharing.Offer, error: DeviceError) -> str:
+def _not_opened(what: str, share: Share, error: DeviceError) -> str:
     around = driver.surroundings()
     causes = {
         VMM: "its holder's driver and this one differ, or the device is another one here",
@@ -208,7 +301,7 @@ def _not_opened(what: str, offer: sharing.Offer, error: DeviceError) -> str:
         "have different drivers",
     }
     return (
-        f"the device memory of {what}, held by pid {offer.pid}, cannot be mapped here: {error}. Likely causes: {causes[offer.kind]}"
+        f"the device memory of {what}, from pid {share.pid}, cannot be mapped here: {error}. Likely causes: {causes[share.kind]}"
         + (f"; {around}" if around else "")
         + '. Buffers in host memory (device="cpu") work all the same'
     )
@@ -217,8 +310,8 @@ def _not_opened(what: str, offer: sharing.Offer, error: DeviceError) -> str:
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
-    for mapped in _known.values():
-        mapped.drop_in_child()
+    for share in _known.values():
+        share.drop_in_child()
     _known.clear()
 
 

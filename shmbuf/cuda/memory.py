@@ -23,6 +23,7 @@ from shmbuf.errors import DeviceError, NotEnoughMemory
 VMM, IPC = "vmm", "ipc"
 KINDS = {VMM: 1, IPC: 2}
 _PATTERN = bytes(range(64))
+_BLOCK = 2 << 20  # bytes
 
 
 class Memory:
@@ -217,7 +218,13 @@ def imported(device: Device, fd: int, size: int) -> Memory:
 
 
 def allocate(device: Device, size: int, what: str = "the rows") -> Memory:
-    """For the steward: memory that dies with this process. Raises NotEnoughMemory, Refused."""
+    """For the steward: memory that dies with this process, in whole blocks of 2 MiB: the driver cuts smaller allocations out of one,
+    and an IPC handle opens all of it to others.
+
+    Raises:
+        NotEnoughMemory, Refused.
+    """
+    size = -(-size // _BLOCK) * _BLOCK
     with driver.current(device):
         address = int(call("cuMemAlloc", size, doing=f"{size:,} bytes for {what} on {device}"))
         try:

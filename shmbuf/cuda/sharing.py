@@ -1,6 +1,7 @@
-"""Who has the memory hands it to who attaches: over an abstract unix socket named by the segment's instance and the member's entry.
+"""Who has the memory hands it to who attaches: over an abstract unix socket named by the segment's instance and the member's entry,
+which says since when whose it is: nobody answers under the name of who had the entry before.
 
-    asker  connect \\0shmbuf.<instance>.<member> → the listener's uid is this one? → receive, one packet: msgpack {kind, size, uuid,
+    asker  connect \\0shmbuf.<instance>.<member>.<pid>.<since> → the listener's uid is this one? → receive, one packet: msgpack {kind, size, uuid,
            why, pid, ipc_handle} and, of kind vmm, the descriptor
     holder accept → the peer's uid is this one? → send, close. A steward keeps the connection: its end is how its death is seen
 
@@ -20,17 +21,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from shmbuf import segment
 from shmbuf.cuda import driver
-from shmbuf.cuda.memory import IPC, VMM, Memory
+from shmbuf.cuda.memory import IPC, VMM
 from shmbuf.errors import DeviceError, StorageLost
+
+if TYPE_CHECKING:
+    from shmbuf.cuda.holding import Share
 
 ANSWER = 1.0  # seconds that one of several is waited for
 PATIENCE = 10.0  # in all, for those who have it and do not answer
+AGAIN = 0.1  # between attempts at what does not work at once
 SETTLE = 1.0  # for one that has just been handed it to offer it in turn
 log = logging.getLogger("shmbuf")
 
@@ -55,8 +60,15 @@ class Offer:
             self.connection.close()
 
 
-def address_of(instance: int, member: int) -> str:
-    return f"\0shmbuf.{instance:016x}.{member}"
+def address_of(instance: int, entry: dict[str, Any]) -> str:
+    """Of an entry of `Handle.members`."""
+    return f"\0shmbuf.{instance:016x}.{entry['member']}.{entry['pid']}.{round(entry['since'] * 1e6)}"
+
+
+def entry_of(handle: Any, member: int | None = None) -> dict[str, Any] | None:
+    """This handle's own entry, or that of ``member``; None if there is none."""
+    wanted = handle.member if member is None else member
+    return next((m for m in handle.members() if m["member"] == wanted), None)
 
 
 def _peer(s: socket.socket) -> tuple[int, int]:
@@ -66,6 +78,42 @@ def _peer(s: socket.socket) -> tuple[int, int]:
 
 
 # ---- holding -------------------------------------------------------------------------------------------------------
+
+
+class Offered:
+    """That memory is offered under a name. As long as somebody else has the name it is tried again."""
+
+    def __init__(self, on: _Server, name: str, share: Share):
+        self._on, self._name, self._share = on, name, share
+        self._lock, self._withdrawn, self._told = threading.Lock(), False, False
+        self._listener: socket.socket | None = None
+        if not self._listen():
+            on.repeat(self._listen)
+
+    def _listen(self) -> bool:
+        """Whether no more is to be done."""
+        with self._lock:
+            if self._withdrawn:
+                return True
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                listener.bind(self._name)
+                listener.listen(64)
+            except OSError as e:
+                listener.close()
+                if not self._told:
+                    self._told = True
+                    log.warning("device memory cannot be offered to other processes as %r yet: %s", self._name[1:], e)
+                return False
+            self._listener = listener
+            self._on.add(listener, lambda: self._on.answer(listener, self._share))
+            return True
+
+    def withdraw(self) -> None:
+        with self._lock:
+            self._withdrawn = True
+            if self._listener is not None:
+                self._on.remove(self._listener)
 
 
 class _Server:
@@ -78,15 +126,35 @@ class _Server:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._drain_wake())
         self._sockets: set[socket.socket] = set()
+        self._tasks: list[Callable[[], bool]] = []
         threading.Thread(target=self._run, name="shmbuf-device", daemon=True).start()
 
     def _run(self) -> None:
+        due = 0.0
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(max(0.0, due - time.monotonic()) if self._tasks else None):
                 try:
                     key.data()
                 except Exception:  # of one connection
                     log.debug("serving device memory", exc_info=True)
+            if self._tasks and time.monotonic() >= due:
+                self._do_tasks()
+                due = time.monotonic() + AGAIN
+
+    def _do_tasks(self) -> None:
+        for task in list(self._tasks):
+            try:
+                done = task()
+            except Exception:
+                log.debug("looking after device memory", exc_info=True)
+                done = True
+            if done:
+                self._tasks.remove(task)
+
+    def repeat(self, task: Callable[[], bool]) -> None:
+        """Call it now and then, from the thread, until it returns True."""
+        self._tasks.append(task)
+        self._wake.send(b"1")
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -107,47 +175,43 @@ class _Server:
                     self._selector.unregister(s)
         s.close()
 
-    def offer(self, name: str, memory: Memory) -> socket.socket | None:
-        """Listen under this name. None: somebody else does."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.bind(name)
-            listener.listen(64)
-        except OSError as e:
-            log.warning("device memory cannot be offered to other processes as %r: %s", name[1:], e)
-            listener.close()
-            return None
-        self.add(listener, lambda: self._answer(listener, memory))
-        return listener
+    def offer(self, name: str, share: Share) -> Offered:
+        """Listen under this name, from now on, or from when it is free."""
+        return Offered(self, name, share)
 
-    def _answer(self, listener: socket.socket, memory: Memory) -> None:
+    def answer(self, listener: socket.socket, share: Share) -> None:
         try:
             peer, _ = listener.accept()
         except OSError:  # gone, or withdrawn
             return
         keep = False
+        retained = share.retain()  # or its descriptor could be another file by the time it is sent
         try:
+            peer.setblocking(False)
             if _peer(peer)[1] != os.getuid():
                 return
-            peer.setblocking(False)
+            if not retained:
+                return
             packet = msgpack.packb(
                 {
-                    "kind": memory.kind,
-                    "size": memory.bytes,
-                    "uuid": memory.device.uuid,
-                    "why": memory.why,
+                    "kind": share.kind,
+                    "size": share.bytes,
+                    "uuid": share.uuid,
+                    "why": share.why,
                     "pid": os.getpid(),
-                    "ipc_handle": memory.ipc_handle,
+                    "ipc_handle": share.ipc_handle,
                 }
             )
-            if memory.kind == VMM:
-                socket.send_fds(peer, [packet], [memory.fd])
+            if share.kind == VMM:
+                socket.send_fds(peer, [packet], [share.fd])
             else:
                 peer.send(packet)
-                keep = memory.is_own
+                keep = share.is_own
         except OSError:  # it did not wait
             pass
         finally:
+            if retained:
+                share.release()
             if keep:
                 self.add(peer, lambda: self.remove(peer))  # it says nothing more: readable is its end
             else:
@@ -204,8 +268,9 @@ def watch(connection: socket.socket, gone: Callable[[], None]) -> None:
 
 
 def _ask_one(name: str, seconds: float) -> Offer | None:
-    """None: nobody holds it there. Raises TimeoutError: somebody does, and does not answer."""
+    """None: nobody holds it there. Raises TimeoutError: somebody does, and does not answer. PermissionError: he is another user."""
     s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fds: list[int] = []
     keep = False
     try:
         s.settimeout(seconds)
@@ -216,20 +281,28 @@ def _ask_one(name: str, seconds: float) -> Offer | None:
         except OSError:
             return None
         if _peer(s)[1] != os.getuid():
-            return None
+            raise PermissionError(f"uid {_peer(s)[1]}")
         packet, fds, _, _ = socket.recv_fds(s, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             return None
-        said = msgpack.unpackb(packet)
-        offer = Offer(**said, fd=fds[0] if fds else -1)
+        offer = Offer(**msgpack.unpackb(packet), fd=fds[0] if fds else -1)
+        fds = []
         if offer.kind == IPC:
             offer.connection, keep = s, True
         return offer
     except (ValueError, TypeError, msgpack.UnpackException, ConnectionError):
         return None
     finally:
+        for fd in fds:
+            os.close(fd)
         if not keep:
             s.close()
+
+
+def ask_member(handle: Any, member: int, seconds: float) -> Offer | None:
+    """As `_ask_one`, of one member of this segment."""
+    entry = entry_of(handle, member)
+    return None if entry is None else _ask_one(address_of(handle.header["instance_id"], entry), seconds)
 
 
 def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
@@ -242,12 +315,15 @@ def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
     began = time.monotonic()
     while True:
         members = [m for m in handle.members() if m["alive"] and m["member"] != own]
-        silent = []
+        silent, refused = [], []
         for m in members:
             try:
-                offer = _ask_one(address_of(instance, m["member"]), ANSWER)
+                offer = _ask_one(address_of(instance, m), ANSWER)
             except TimeoutError:
                 silent.append(m)
+                continue
+            except PermissionError:
+                refused.append(m)
                 continue
             if offer is not None:
                 return offer
@@ -255,6 +331,12 @@ def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
         if silent:
             if waited > patience:
                 raise DeviceError(_silent_text(what, silent, waited))
+        elif refused:
+            raise DeviceError(
+                f"the device memory of {what} is handed to processes of its own user only: {_people(refused)} of uid {refused[0]['uid']} "
+                f"{'has' if len(refused) == 1 else 'have'} it, and this is uid {os.getuid()}. Its rows cannot be read from here, whatever "
+                'the mode of the segment; rows in host memory (device="cpu") can'
+            )
         elif waited > SETTLE or not members:
             break
         time.sleep(0.02)
@@ -311,8 +393,8 @@ def holders(handle: Any) -> list[dict[str, Any]]:
             continue
         entry = {"pid": m["pid"], "command": m["command"], "member": m["member"]}
         try:
-            offer = _ask_one(address_of(instance, m["member"]), 0.3)
-        except TimeoutError:
+            offer = _ask_one(address_of(instance, m), 0.3)
+        except (TimeoutError, PermissionError):
             out.append({**entry, "answers": False})
             continue
         if offer is not None:

@@ -1,7 +1,7 @@
 """A process that keeps a buffer's device memory: ``python -m shmbuf.cuda.steward NAME``.
 
 Memory that is shared as a descriptor goes with the last process that has it open: this is one more, until the buffer is destroyed or
-SIGINT or SIGTERM comes. Where memory can be shared by CUDA IPC only, shmbuf starts one by itself, in which the memory is made; it leaves
+SIGINT or SIGTERM comes; it opens no CUDA context. Where memory can be shared by CUDA IPC only, shmbuf starts one by itself, in which the memory is made; it leaves
 when nobody is attached any more, and if it is killed the rows are lost to everybody. It does not count as attached.
 """
 
@@ -39,9 +39,8 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
             raise DeviceError(f"buffer {name!r} has no entry left for its steward: all are taken")
         device = driver.by_uuid(uuid, f"buffer {name!r}")
         mapped = memory.allocate(device, size, f"the rows of buffer {name!r}")
-        mapped.why = f"vmm: {why}"
-        hold = holding.Hold(mapped, instance)
-        hold.offer(handle.member)
+        hold = holding.Hold(holding.Share.of(mapped, instance, f"vmm: {why}"))
+        hold.offer(handle)
         print(f"member {handle.member}", flush=True)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for fd in (1, 2):  # nobody who waits for the end of its maker's output waits for ours
@@ -49,6 +48,8 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
         if sys.stdin.readline():  # nothing: who wanted it is dead, or gave up
             _stay(handle, leave_when_alone=True)
     finally:
+        if hold is not None:
+            hold.withdraw()
         handle.close()
         if hold is not None:
             hold.close()
@@ -69,11 +70,13 @@ def keep(name: str) -> None:
             raise ValueError(f"buffer {name!r} is shared by CUDA IPC, so its memory is in a steward of its own already")
         hold = holding.take(name, handle)
         print(
-            f"shmbuf.cuda.steward {name}: pid {os.getpid()} keeps {hold.memory.bytes:,} bytes on {hold.memory.device}",
+            f"shmbuf.cuda.steward {name}: pid {os.getpid()} keeps {hold.memory.bytes:,} bytes on {driver.uuid_text(hold.memory.uuid)}",
             flush=True,
         )
         _stay(handle, leave_when_alone=False)
     finally:
+        if hold is not None:
+            hold.withdraw()
         handle.close()
         if hold is not None:
             hold.close()

@@ -12,9 +12,10 @@ from shmbuf.attaching import checked_sampler, positive
 from shmbuf.errors import NotEnoughRows, SchemaError
 from shmbuf.face.dataset import ReplayDataset
 from shmbuf.face.prefetching import Prefetcher
-from shmbuf.face.sending import Sender, Sent, target
+from shmbuf.face.sending import Sender, target
 from shmbuf.face.transforming import Transforming
 from shmbuf.limiter import figures
+from shmbuf.on_device import Sent
 from shmbuf.samplers import ConsumingSampler, Sampler
 
 
@@ -69,8 +70,7 @@ class Reading(Transforming):
             n = out.batch_size[0] if out.batch_dims else 0
         if self._ahead is not None and n == self._batch_size and out is None and not how:
             try:
-                td, info = self._ahead.take()
-                td = self._received(td)
+                td, info = map(self._received, self._ahead.take())
                 return (td, info) if return_info or include_info else td
             except NotEnoughRows:  # they do not wait; this call may
                 self._ahead.clear()
@@ -80,9 +80,15 @@ class Reading(Transforming):
             raise SchemaError(f"out= is for storages of one dimension; this one has ndim={self._storage.ndim}")
         if out is not None and self._sender is not None:
             raise SchemaError("out= says where the batch goes: device= is not for it")
-        td = self._draw(n, out, timeout, how)
+        if out is not None:
+            td = self._draw(n, out, timeout, how)
+        else:
+            with self._storage.aside():
+                td = self._draw(n, None, timeout, how)
+                (td,) = self._storage.sent(td)
+            td = self._received(td)
         if self._touched or self._storage.presents is not None or self._sender is not None:
-            td, info = self._finished_ahead(td)
+            td, info = self._finished_here(td)
             td = self._received(td)
             return (td, info) if return_info or include_info else td
         return (td, self._info(td)) if return_info or include_info else td
@@ -96,10 +102,18 @@ class Reading(Transforming):
             self._sender = None if to is None else Sender(to)
             self._drop_ahead()
 
-    def _finished_ahead(self, td: TensorDictBase) -> tuple[Any, dict[Any, Any]]:
+    def _finished_here(self, td: TensorDictBase) -> tuple[Any, dict[Any, Any]]:
         """Transformed, and on its way to where it is wanted."""
         batch, info = self._with_info(td)
         return (batch if self._sender is None else self._sender.send(batch)), info
+
+    def _finished_ahead(self, td: TensorDictBase) -> tuple[Any, Any]:
+        """The same, of what was drawn aside: both parts have to be received."""
+        with self._storage.aside():
+            batch, info = self._finished_here(td)
+            if isinstance(batch, Sent):
+                return batch, *self._storage.sent(info)  # type: ignore[return-value]
+            return self._storage.sent(batch, info)  # type: ignore[return-value]
 
     @staticmethod
     def _received(batch: Any) -> Any:
@@ -162,7 +176,8 @@ class Reading(Transforming):
 
         def draw() -> TensorDictBase:
             assert self._batch_size is not None
-            return self._draw(self._batch_size, None, 0.0, {})
+            with self._storage.aside():
+                return self._draw(self._batch_size, None, 0.0, {})
 
         def refund(td: TensorDictBase) -> None:
             assert self._batch_size is not None

@@ -383,7 +383,7 @@ class TorchRLSampler(_Sampler):
             self._prepared(storage)
         if self._storage is None or not hasattr(self.sampler, "reduction"):
             return super().update_priority(index, priority)
-        slots = torch.as_tensor(index).reshape(-1).numpy()
+        slots = torch.as_tensor(index).reshape(-1).cpu().numpy()
         own, (added, _added.row) = getattr(index, "_shmbuf_ids", None), (_added.row, None)
         if own is not None and len(own) == len(slots):  # as the writer has just returned it: rows that were not drawn
             ids = own

@@ -111,7 +111,7 @@ nb::list members(const H &h, int own) {
     for (size_t k = 0; k < std::size(names); ++k)
       if (roles & (1u << k)) r.append(names[k]);
     d["roles"] = r;
-    d["member"] = i, d["on_device"] = (roles & kOnDevice) != 0;
+    d["member"] = i, d["on_device"] = (roles & kOnDevice) != 0, d["device_error"] = load(m.device_error, relaxed);
     d["slot"] = slot ? nb::cast(slot - 1) : nb::none();
     const u32 waits = load(m.waits_for, relaxed);
     const u64 since = load(m.waiting_since_ns, relaxed), now = now_ns();

@@ -31,8 +31,8 @@ template <class Draw> int draw_into(const H &h, u64 n, u64 ids, u64 slots, Draw 
   if (s == Status::ok) h->count_drawn(id, n);
   if (s == Status::ok && slots) {
     auto *slot = reinterpret_cast<u64 *>(slots);
-    u64 capacity = h->segment().capacity;
-    for (u64 j = 0; j < n; ++j) slot[j] = id[j] % capacity;
+    const SlotOf slot_of(h->segment());
+    for (u64 j = 0; j < n; ++j) slot[j] = slot_of(id[j]);
   }
   if (s == Status::interrupted) throw nb::python_error();
   return int(s);

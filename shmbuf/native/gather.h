@@ -91,6 +91,7 @@ class RowsOfDevice {  // a kernel for each batch: straight to where the columns 
         for (u64 k = 0; k < n; ++k) copy_bytes(columns_[c].data + place(k) * bytes, from + k * bytes, bytes);
     }
   }
+  u32 slot(u64 k) const { return mover_.staged(k); }  // of the k-th row that copy_rows() copied last
   void copy_row(u64 id, u64 j) { copy_rows(1, [&](u64) { return id; }, [&](u64) { return u32(j); }, true); }
   void patch(const EditRecord &e, u32 c, u64 j, u64 offset, u64 from, u64 bytes) {
     u8 *to = columns_[c].data + j * columns_[c].bytes + offset;
@@ -239,8 +240,8 @@ template <class Rows> class GatherFrom {
   }
   // The same, a batch at a time: those that were overwritten, or edited, meanwhile make the next batch.
   template <class Decide> u64 copy_batches(u64 n, const u64 *ids, Decide again, const u8 *wanted) {
-    std::vector<u32> todo, edited;
-    std::vector<u32> stripes(EditTable::kStripes);
+    std::vector<u32> todo, edited, stripes;  // stripes as they were before the copy; none as long as nobody edits
+    if (const u64 word = load(s_.control().edit_word, relaxed); s_.device->edits_moved(word) || word & 1) stripes.resize(EditTable::kStripes);
     for (u64 b = 0; b < n; b += rows_.part()) {
       const u64 e = std::min(n, b + rows_.part());
       todo.clear();
@@ -249,10 +250,12 @@ template <class Rows> class GatherFrom {
       bool all = todo.size() == e - b;
       for (int tries = 0; !todo.empty(); ++tries, all = false) {
         if (tries == kTries) return lapped_ = true, b + todo[0];
+        const u64 word = load(s_.control().edit_word, acquire);
         for (u32 i = 0; i < stripes.size(); ++i) stripes[i] = load(s_.edits().stripe[i], acquire);
         rows_.copy_rows(todo.size(), [&](u64 k) { return ids[b + todo[k]]; }, [&](u64 k) { return u32(b + todo[k]); }, !all);
         fence(acquire);  // G2, E3
         const u64 r = load(s_.control().reserve, relaxed);
+        const bool moved = !unmoved(word);
         edited.clear();
         u64 left = 0;
         auto overwritten = [&](u64 j) {  // false: stop
@@ -262,21 +265,27 @@ template <class Rows> class GatherFrom {
         };
         for (u64 k = 0; k < todo.size(); ++k) {
           const u64 j = b + todo[k];
-          const u32 stripe = u32(ids[j] % s_.capacity % EditTable::kStripes), now = load(s_.edits().stripe[stripe], relaxed);
           if (ids[j] + s_.capacity < r) {
             if (!overwritten(j)) return j;
-          } else if (now != stripes[stripe] || now & 1) {
+          } else if (moved && changed(stripes, rows_.slot(k))) {
             if (spins_ > 0) todo[left++] = u32(j - b);
             else edited.push_back(u32(j - b));
           }
         }
-        if (left && spins_ > 0) --spins_, std::this_thread::yield();
+        if (left && spins_ > 0 && !stripes.empty()) --spins_, std::this_thread::yield();
+        if (moved) stripes.resize(EditTable::kStripes);
         for (const u32 k : edited)  // for long: one by one, as they will be
           if (!copy_edited(ids[b + k], b + k) && !overwritten(b + k)) return b + k;
         todo.resize(left);
       }
     }
     return n;
+  }
+  bool changed(const std::vector<u32> &before, u32 slot) const {
+    const u32 i = slot % EditTable::kStripes;
+    if (before.empty()) return true;  // nothing tells which
+    const u32 now = load(s_.edits().stripe[i], relaxed);
+    return now != before[i] || now & 1;
   }
   const Segment &s_;
   Rows rows_;

@@ -1,13 +1,13 @@
-// One attachment of one process to one segment: the mapping, the one descriptor that carries its locks, its ring, its tickets
-// and its drain thread. Everything above it (module.cpp, Python) only converts.
+// One attachment of one process to one segment: the mapping, the one descriptor that carries its locks, its tickets for
+// what it puts (collecting.h) and its drain thread. Everything above it (module.cpp, Python) only converts.
 #pragma once
 #include "audit.h"
+#include "collecting.h"
 #include "drainer.h"
 #include "forks.h"
 #include "role.h"
 #include "sampling.h"
 #include "segment.h"
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <pthread.h>
@@ -16,21 +16,9 @@
 
 namespace shmbuf {
 
-enum class Full : u32 { block = 0, error = 1, drop_newest = 2, drop_oldest = 3 };
 struct Gone { Status why; };  // thrown by Use
 
-// The records of one put and, once committed, their first ids.
-struct TicketState {
-  struct Piece { u64 at, end, n, first; };  // first: of an edit, how many of its rows were still there
-  std::vector<Piece> pieces;
-  std::vector<u8> applied;  // an edit's, row by row: 1: made; 0: overwritten before; 2: its version is not older
-  bool edits = false;
-  u64 asked = 0;            // rows that were to be put
-  u32 asked_pieces = 1;     // records they make
-  bool resolved = false;
-};
-
-class Handle {
+class Handle : public Collecting<Handle> {
  public:
   enum : u32 { kReadonly = 1, kNoPresence = 2 };
 
@@ -75,7 +63,6 @@ class Handle {
   const Segment &segment() const { return s_; }
   Segment &segment() { return s_; }
   const Owner &me() const { return me_; }
-  int slot() const { return slot_; }
   int member() const { return member_; }
   int lock_fd() const { return lock_fd_; }
   bool destroyed() const { return load(s_.control().destroyed, acquire) & kDestroyed; }
@@ -169,155 +156,13 @@ class Handle {
   DeviceRows *device() const { return s_.device; }
   void map_device(u64 address, u64 bytes, u64 context) {
     if (!ready() || !s_.device) throw DeviceError(ready() ? "the rows of this buffer lie in the segment" : "the buffer has no rows yet");
-    s_.device->map(address, bytes, context);
+    s_.device->map(address, bytes, context, own_entry() ? &own_entry()->device_error : nullptr);
     add_role(kOnDevice);
   }
   void unmap_device() {
     if (!ready() || !s_.device || !s_.device->mapped()) return;
     s_.device->unmap();
     if (member_ >= 0) std::atomic_ref<u32>(s_.member(u32(member_)).roles).fetch_and(~u32(kOnDevice), relaxed);
-  }
-
-  // ---- putting ----
-  // check() is called between slices of a wait, with nothing locked; false abandons the wait.
-  // may_wait false: would_wait, with nothing done, where the first record finds no room.
-  template <class Check>
-  Status put(const Column *columns, u32 n_columns, const Extras &extras, u64 n_rows, Full full, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket,
-             Check check) {
-    Putting mine(*this);
-    if (!mine) return Status::concurrent;
-    if (Status s = open_producer(); s != Status::ok) return s;
-    return put_records(extras, n_rows, full, deadline, wake, may_wait, ticket, check,
-                       [&](u64 from, u64 n) { return producer_.publish_rows(columns, n_columns, extras, from, n); });
-  }
-  // The same of packed columns in device memory, whose making `after` may still be at.
-  template <class Check>
-  Status put_device(const Packed *columns, u64 n_columns, cuda::Stream after, const Extras &extras, u64 n_rows, Full full, u64 deadline, bool wake,
-                    std::shared_ptr<TicketState> &ticket, Check check) {
-    Putting mine(*this);
-    if (!mine) return Status::concurrent;
-    if (Status s = open_producer(); s != Status::ok) return s;
-    if (!s_.device) throw DeviceError("the rows of this buffer lie in the segment: only arrays of the host can be put");
-    if (!s_.device->mapped()) throw DeviceError(s_.device->why_not(), true);
-    if (Status s = open_device_ring(); s != Status::ok) return s;
-    std::vector<Packed> part(columns, columns + n_columns);
-    return put_records(extras, n_rows, full, deadline, wake, true, ticket, check, [&](u64 from, u64 n) {
-      for (u64 c = 0; c < n_columns; ++c) part[c].address = columns[c].address + from * columns[c].stride;
-      try {
-        return producer_.publish_device(extras, from, n, [&](u64 at) {
-          DeviceMover(*s_.device).fill_ring(u32(slot_), u32(device_ring_), at, n, part.data(), n_columns, after);
-        });
-      } catch (...) {  // nothing of this record was put; the mover has waited for what it began
-        store(producer_.slot().device_since, u64(0), release);
-        throw;
-      }
-    });
-  }
-  // New bytes of the rows ids[0, n): the columns' offsets and bytes are the spans of a row. version: a Versions of the first, or 0.
-  template <class Check>
-  Status edit(const Column *columns, u32 n_columns, u32 version, const u64 *ids, u64 n_rows, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket, Check check) {
-    Putting mine(*this);
-    if (!mine) return Status::concurrent;
-    if (Status s = open_producer(); s != Status::ok) return s;
-    ticket = std::make_shared<TicketState>();
-    u64 width = 0;
-    for (u32 c = 0; c < n_columns; ++c) width += columns[c].bytes;
-    const u64 most = producer_.max_rows_per_edit(n_columns, width);
-    if (!most) return Status::never;
-    ticket->edits = true, ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most), ticket->applied.reserve(n_rows);
-    for (u64 from = 0; from < n_rows;) {
-      const u64 n = std::min(most, n_rows - from), need = edit_bytes(n, n_columns, width);
-      if (destroyed()) return Status::destroyed;
-      if (!producer_.has_room(need)) {
-        if (!may_wait && !from) return Status::would_wait;
-        if (Status s = make_room(need, Full::block, deadline, check); s != Status::ok) {
-          ticket->asked_pieces = u32(ticket->pieces.size());
-          return s;
-        }
-      }
-      harvest(need);
-      const u64 at = producer_.tail(), end = producer_.publish_edit(columns, n_columns, version, width, ids, from, n);
-      remember(ticket, {at, end, n, kPending});
-      from += n;
-    }
-    if (wake) {
-      fence(seq_cst);  // as put()
-      wake_if_armed(s_.control().writer_wait);
-    }
-    return Status::ok;
-  }
-  template <class Check> Status clear(u32 flags, const Producer::Restart &restart, u64 deadline, std::shared_ptr<TicketState> &ticket, Check check) {
-    Putting mine(*this);
-    if (!mine) return Status::concurrent;
-    if (Status s = open_producer(); s != Status::ok) return s;
-    if (destroyed()) return Status::destroyed;
-    // What was put before this call, by anybody, is to be forgotten: first let it be stored.
-    std::vector<u64> tails(s_.n_slots());
-    for (u32 i = 0; i < tails.size(); ++i) {
-      tails[i] = load(s_.slot(i).tail, acquire);
-      u64 &past = s_.slot(i).clear_to;  // past the limiter; its collector only stores what is beyond his tail
-      if (int(i) != slot_) for (u64 seen = load(past, relaxed); seen < tails[i] && !compare_exchange(past, seen, tails[i], relaxed);) {}
-    }
-    auto stored = [&] {
-      for (u32 i = 0; i < tails.size(); ++i)
-        if (int(i) != slot_ && load(s_.slot(i).head_pub, acquire) < tails[i]) return false;
-      return true;
-    };
-    for (Waiting waiting(*this); !stored();) {
-      role_.help(stored);
-      if (stored()) break;
-      waiting.on(kForCommit);
-      if (Status s = abandoned(deadline, check); s != Status::ok) return s == Status::timeout ? Status::full : s;
-      nap(200'000);
-    }
-    ticket = std::make_shared<TicketState>();
-    const u64 need = clear_bytes(flags);
-    if (!producer_.has_room(need))
-      if (Status s = make_room(need, Full::block, deadline, check); s != Status::ok) return s;
-    harvest(need);
-    u64 at = producer_.tail(), end = producer_.publish_clear(flags, restart);
-    remember(ticket, {at, end, 0, kPending});
-    return Status::ok;
-  }
-  // Until every record of the ticket is committed and can be drawn.
-  template <class Check> Status wait(TicketState &ticket, u64 deadline, Check check) {
-    for (Waiting waiting(*this);;) {
-      if (resolve(ticket)) return Status::ok;
-      Slot &slot = s_.slot(u32(slot_));
-      u64 end = ticket.pieces.back().end;
-      auto met = [&] { return load(slot.head_pub, acquire) >= end; };
-      role_.help(met);
-      if (met()) continue;
-      if (Status s = abandoned(deadline, check); s != Status::ok) return s;
-      const u32 armed = arm(slot.wait);  // pairs with publish() in transaction.h
-      role_.help(met);  // once more, armed: a hand-over before we were would have woken nobody (models/role.pml -DRETRY)
-      if (!met()) waiting.on(kForCommit), futex_wait(slot.wait, armed, deadline);
-    }
-  }
-  // Without sleeping: look, help with little, look. For callers that keep the GIL.
-  bool try_wait(TicketState &t, u64 most_bytes) {
-    if (resolve(t)) return true;
-    u64 pending = 0;
-    for (u32 i = 0; i < s_.n_slots(); ++i) pending += load(s_.slot(i).tail, relaxed) - load(s_.slot(i).head_pub, relaxed);
-    if (pending > most_bytes) return false;
-    const Slot &slot = s_.slot(u32(slot_));
-    role_.help([&] { return load(slot.head_pub, acquire) >= t.pieces.back().end; });
-    return resolve(t);
-  }
-  // One record that needs neither a wait nor a long copy, through a ring that is open.
-  bool fits_at_once(u64 n, u64 most_bytes) const {
-    return producer_.is_open() && n * s_.row_bytes <= most_bytes && n <= producer_.max_rows_per_record(kStreams | kLeaves);
-  }
-  bool edits_at_once(u64 n, u64 n_columns, u64 width, u64 most_bytes) const {
-    return producer_.is_open() && n * (8 + width) <= most_bytes && n <= producer_.max_rows_per_edit(n_columns, width);
-  }
-  bool resolve(TicketState &t) {
-    std::lock_guard<std::mutex> guard(tickets_mutex_);
-    if (t.resolved) return true;
-    if (slot_ < 0 || load(s_.slot(u32(slot_)).head_pub, acquire) < t.pieces.back().end) return false;
-    for (auto &p : t.pieces)
-      if (p.first == kPending) learn(t, p);
-    return t.resolved = true;
   }
 
   // ---- reading ----
@@ -485,79 +330,6 @@ class Handle {
 
  private:
   static u32 this_thread() { return u32(syscall(SYS_gettid)); }
-  struct Putting {  // one thread at a time
-    Handle &h;
-    bool mine;
-    explicit Putting(Handle &handle) : h(handle), mine(!h.putting_.exchange(true, acquire)) {}
-    ~Putting() { if (mine) h.putting_.store(false, release); }
-    explicit operator bool() const { return mine; }
-  };
-  template <class Check, class Publish>
-  Status put_records(const Extras &extras, u64 n_rows, Full full, u64 deadline, bool wake, bool may_wait, std::shared_ptr<TicketState> &ticket, Check check, Publish publish) {
-    ticket = std::make_shared<TicketState>();
-    u64 most = producer_.max_rows_per_record(extras.flags());
-    ticket->asked = n_rows, ticket->asked_pieces = u32((n_rows + most - 1) / most);
-    for (u64 from = 0; from < n_rows;) {
-      u64 n = n_rows - from < most ? n_rows - from : most, need = record_bytes(n, s_.row_bytes, extras.flags());
-      if (destroyed()) return Status::destroyed;
-      if (!producer_.has_room(need)) {
-        if (!may_wait && !from) return Status::would_wait;
-        if (Status s = make_room(need, full, deadline, check); s != Status::ok) {
-          if (s == Status::dropped) bump(producer_.slot().dropped_rows, n_rows - from);
-          if (s == Status::full) bump(producer_.slot().refused_rows, n_rows - from);
-          ticket->asked_pieces = u32(ticket->pieces.size());  // no more will come
-          return s;
-        }
-      }
-      harvest(need);
-      u64 at = producer_.tail(), end = publish(from, n);
-      remember(ticket, {at, end, n, kPending});
-      from += n;
-    }
-    if (wake) {
-      fence(seq_cst);  // pairs with the drain thread's arm; fence; look again
-      wake_if_armed(s_.control().writer_wait);
-    }
-    return Status::ok;
-  }
-  Status open_device_ring() {
-    if (device_ring_ >= 0) return Status::ok;
-    std::lock_guard<std::mutex> guard(mutex_);
-    Registry registry(s_, lock_fd_);
-    // As in open_producer: the dead and the closed hold theirs until they are drained and swept.
-    for (int tries = 0; !registry.claim_device_ring(u32(slot_)); ++tries) {
-      if (tries == 500 || (tries >= 20 && !registry.any_without_owner(slot_))) return Status::no_device_ring;
-      if (tries >= 2) nap(1'000'000);
-      help();
-      registry.sweep(slot_);
-    }
-    device_ring_ = int(load(s_.slot(u32(slot_)).device_ring, relaxed)) - 1;
-    return Status::ok;
-  }
-  Status open_producer() {
-    if (producer_.is_open()) return Status::ok;
-    if (readonly_) return Status::readonly;
-    if (!ready()) return Status::not_ready;
-    std::lock_guard<std::mutex> guard(mutex_);
-    Registry registry(s_, lock_fd_);
-    u32 index = 0;
-    if (!registry.any_free()) registry.sweep(slot_);  // a ring that was closed is taken before a new one, also where no thread sweeps
-    auto got = registry.claim_slot(me_, index);
-    // The dead and the closed hold slots until these are drained and swept, perhaps by somebody who is at it just now.
-    for (int tries = 0; got == Registry::Claim::none_free && tries < 500 && (tries < 20 || registry.any_without_owner(slot_)); ++tries) {
-      if (tries >= 2) nap(1'000'000);
-      help();
-      registry.sweep(slot_);
-      got = registry.claim_slot(me_, index);
-    }
-    if (got == Registry::Claim::none_free) return Status::none_free;
-    if (got == Registry::Claim::no_memory) return Status::no_memory;
-    slot_ = int(index);
-    producer_.open(s_.slot(index), s_.ring(index), s_.ring_bytes, s_.row_bytes);
-    if (member_ >= 0) store(s_.member(u32(member_)).slot_plus_1, index + 1, relaxed);
-    add_role(kCollector);
-    return Status::ok;
-  }
   void leave() {
     if (uses_.fetch_sub(1, seq_cst) == 1 && closed()) take_down();
   }
@@ -584,72 +356,8 @@ class Handle {
     unmap();
     down_.store(true, release);
   }
-  template <class Check> Status make_room(u64 need, Full full, u64 deadline, Check check) {
-    if (full == Full::error) return Status::full;
-    if (full == Full::drop_newest) return Status::dropped;
-    Slot &slot = producer_.slot();
-    Control &c = s_.control();
-    auto room = [&] { return producer_.has_room(need); };
-    u64 began = now_ns(), patience = deadline;
-    Status out = Status::ok;
-    Waiting waiting(*this);
-    for (bool first = true;; first = false) {
-      role_.help(room);
-      if (room()) break;
-      if (full == Full::drop_oldest) {  // the writer drops them, in a transaction; if it is stuck, nobody can, and the new rows go
-        u64 seq = load(c.commit_seq, acquire);
-        if (stuck_at_ == seq + 1) { out = Status::dropped; break; }
-        store(slot.skip_to, producer_.skip_target(need), release);  // pairs with plan() in transaction.h
-        if (first) {
-          patience = began + kSlice < deadline ? began + kSlice : deadline;
-          continue;
-        }
-        if (now_ns() >= patience) {
-          store(slot.skip_to, u64(0), release);  // what is in the ring stays: the new rows go instead
-          if (room()) break;
-          stuck_at_ = seq + 1, out = Status::dropped;
-          break;
-        }
-      }
-      out = abandoned(deadline, check);
-      if (out != Status::ok) break;
-      const u32 armed = arm(slot.wait);  // pairs with publish() in transaction.h
-      role_.help(room);  // once more, armed: see wait()
-      if (!room()) waiting.on(kForRoom), futex_wait(slot.wait, armed, patience);
-    }
-    bump(slot.blocked_ns, now_ns() - began);
-    return out == Status::timeout ? Status::full : out;
-  }
-  void remember(const std::shared_ptr<TicketState> &t, TicketState::Piece p) {
-    std::lock_guard<std::mutex> guard(tickets_mutex_);
-    t->pieces.push_back(p);
-    outstanding_.push_back({p.at, u32(t->pieces.size() - 1), t});
-  }
-  // Before the bytes of old records are written over, read what became of them for those who may still ask.
-  void harvest(u64 need) {
-    std::lock_guard<std::mutex> guard(tickets_mutex_);
-    while (!outstanding_.empty() && outstanding_.front().at + producer_.size() < producer_.tail() + need) {
-      auto &o = outstanding_.front();
-      if (o.ticket.use_count() > 1) {
-        auto &p = o.ticket->pieces[o.piece];
-        if (p.first == kPending) learn(*o.ticket, p);
-        if (o.piece + 1 == o.ticket->asked_pieces) o.ticket->resolved = true;  // the last one
-      }
-      outstanding_.pop_front();
-    }
-  }
-  void learn(TicketState &t, TicketState::Piece &p) {  // of a committed record, whose bytes are still there; in order
-    p.first = producer_.result(p.at);
-    if (!t.edits) return;
-    const EditRecord e(producer_.ring(), producer_.size(), p.at, record_at(const_cast<u8 *>(producer_.ring()), producer_.size(), p.at));
-    for (u64 j = 0; j < p.n; ++j) t.applied.push_back(e.id(j) == EditRecord::kStale ? 0 : e.id(j) == EditRecord::kOlder ? 2 : 1);
-  }
-  void settle_tickets() {
-    for (auto &o : outstanding_) resolve(*o.ticket);
-    outstanding_.clear();
-  }
-
   friend class Drainer<Handle>;
+  friend class Collecting<Handle>;
   void stop_thread() {
     {
       std::lock_guard<std::mutex> guard(mutex_);
@@ -690,22 +398,19 @@ class Handle {
   Segment s_;
   u8 *file_ = nullptr;
   u64 file_bytes_ = 0;
-  int map_fd_ = -1, lock_fd_ = -1, member_ = -1, slot_ = -1, device_ring_ = -1;
+  int map_fd_ = -1, lock_fd_ = -1, member_ = -1;
   std::unique_ptr<DeviceRows> device_;
   bool readonly_, presence_ = false, forked_ = false, thread_running_ = false, standby_ = false;
-  std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false}, putting_{false};
+  std::atomic<bool> built_{false}, linked_{false}, closed_{false}, taking_down_{false}, down_{false};
   std::atomic<u32> building_{0};  // the thread
   std::atomic<u32> uses_{0};
   u32 stop_ = 0;
   pthread_t thread_{};
   Owner me_{};
-  std::mutex mutex_, tickets_mutex_;
+  std::mutex mutex_;
   WriterRole role_;
-  Producer producer_;
-  struct Outstanding { u64 at; u32 piece; std::shared_ptr<TicketState> ticket; };
-  std::deque<Outstanding> outstanding_;
   TreeMender mender_;
-  u64 stuck_at_ = 0, seed_ = 0;
+  u64 seed_ = 0;
   std::atomic<u64> calls_{0}, granted_{0};
 };
 

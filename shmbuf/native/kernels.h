@@ -10,6 +10,7 @@
 // a row, and then of the next one, so both sides are coalesced however small a column is. A block belongs to one column (first_block).
 #pragma once
 #include "device.h"
+#include <map>
 
 namespace shmbuf {
 
@@ -84,15 +85,22 @@ class KernelText {
 // A column of the packed side: inside the row, and where its first value lies, from which to the next it is `stride`.
 struct Packed { u64 offset, bytes, address, stride; };
 
-class Kernels {  // of one context; made and used under Current
+class Kernels {  // of one context, for as long as the process lives
  public:
+  static const Kernels &of(const cuda::Driver &driver, cuda::Context context) {  // under Current
+    static std::mutex guard;
+    static auto &all = *new std::map<cuda::Context, Kernels>;  // never destroyed: the driver may end before static objects do
+    std::lock_guard<std::mutex> lock(guard);
+    auto [at, made] = all.try_emplace(context, driver);
+    return at->second;
+  }
   explicit Kernels(const cuda::Driver &driver) : d_(driver) {
     const std::string text = KernelText::make();
-    d_.check(d_.module_load(&module_, text.c_str()), "cuModuleLoadData");
-    d_.check(d_.function(&gather_, module_, "shmbuf_gather"), "cuModuleGetFunction");
-    d_.check(d_.function(&scatter_, module_, "shmbuf_scatter"), "cuModuleGetFunction");
+    cuda::Module module = nullptr;
+    d_.check(d_.module_load(&module, text.c_str()), "cuModuleLoadData");
+    d_.check(d_.function(&gather_, module, "shmbuf_gather"), "cuModuleGetFunction");
+    d_.check(d_.function(&scatter_, module, "shmbuf_scatter"), "cuModuleGetFunction");
   }
-  ~Kernels() { d_.module_unload(module_); }
   Kernels(const Kernels &) = delete;
 
   struct Rows { u64 base, at, mask, slots, places, row_bytes; };
@@ -130,7 +138,6 @@ class Kernels {  // of one context; made and used under Current
     }
   }
   const cuda::Driver &d_;
-  cuda::Module module_ = nullptr;
   cuda::Function gather_ = nullptr, scatter_ = nullptr;
 };
 

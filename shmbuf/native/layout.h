@@ -24,7 +24,7 @@
 namespace shmbuf {
 
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
-inline constexpr u32 kVersionMajor = 4, kVersionMinor = 0;
+inline constexpr u32 kVersionMajor = 5, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
 inline constexpr u64 kMaxId = (1ull << 61) - (1ull << 40);  // of a checkpoint's first row; links keep 61 bits, and this leaves room to go on
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;
@@ -50,7 +50,6 @@ struct Home {                     // of the rows. All 0: this file. Else one all
   u32 kind, rings;
   u64 bytes;                      // of the allocation
   u8 uuid[16];                    // of the device: its index is another one in every process
-  u8 ipc[64];                     // kDeviceIpc: what opens the allocation
 };
 struct Built {                    // known with the schema; guarded by its own checksum, published by Control.state
   u64 row_bytes, ring_bytes;      // row stride (multiple of 8); power of two
@@ -84,9 +83,10 @@ struct Priorities {
   u64 applied, stale, scrubs;     // rows                                                                          anyone
 };
 
-// Who may have copies or kernels under way that nobody has waited for yet: whoever is killed leaves it there (device_work.h).
+// Who may have copies or kernels under way that nobody has waited for yet: whoever is killed leaves it there (registry.h).
 struct DeviceWork {
   u64 since_ns;                   // CLOCK_MONOTONIC; 0: none. Stored after the rest
+  u64 dead_ns;                    // when it was first found that its owner is there no more; 0: it was not
   u64 pid_namespace, start_ticks;
   u32 pid, spare;
 };
@@ -185,6 +185,7 @@ struct Member {
   alignas(128) u64 sampled_batches;
   u64 sampled_rows, waiting_since_ns;
   u32 waits_for;                  // Waits; of threads of one handle the last that went to sleep
+  u32 device_error;               // the driver's number for why it cannot write to the device now; 0: it can
 };
 static_assert(sizeof(Member) == 256);
 
@@ -200,6 +201,7 @@ struct Slot {
   alignas(128) u64 word;          // incarnation << 8 | SlotState                                          lock holder
   u64 put_at_claim, stored_at_claim, skipped_at_claim, dropped_at_claim, refused_at_claim, blocked_at_claim;  // what this incarnation started from
   u64 orphaned;                   // rows in the ring when its owner's death was noticed, + 1; 0: it was not                 sweeper
+  u64 device_dead;                // as DeviceWork.dead_ns                                                                   sweeper
   Owner owner;
 };
 static_assert(sizeof(Slot) == 512);
@@ -287,6 +289,21 @@ struct Segment {                  // addresses in this process; built by attach 
   }
   u8 *ring(u32 i) const { return rings + u64(i) * ring_stride; }  // then its table of streams
   u8 *row(u64 id) const { return rows + (id % capacity) * row_bytes; }
+};
+// Where rows lie, of many ids: id % capacity, without a division for those that are stored about now.
+class SlotOf {
+ public:
+  explicit SlotOf(const Segment &s) : n_(s.capacity) {
+    const u64 hi = load(s.control().cursor, relaxed);
+    base_ = hi > n_ ? (hi - n_) / n_ * n_ : 0;
+  }
+  u64 operator()(u64 id) const {
+    const u64 d = id - base_;
+    return d < n_ ? d : d < 2 * n_ ? d - n_ : id % n_;
+  }
+
+ private:
+  u64 n_, base_;
 };
 
 }  // namespace shmbuf

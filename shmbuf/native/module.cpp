@@ -144,22 +144,22 @@ NB_MODULE(SHMBUF_MODULE, m) {
         d["tree_offset"] = ready ? x.built.tree_offset : x.config_bytes;
         const Home home = ready ? x.built.home : Home{};
         d["device_kind"] = home.kind, d["device_rings"] = home.rings, d["device_bytes"] = home.bytes;
-        d["device_uuid"] = bytes_of(home.uuid, sizeof home.uuid), d["device_handle"] = bytes_of(home.ipc, sizeof home.ipc);
+        d["device_uuid"] = bytes_of(home.uuid, sizeof home.uuid);
         return d;
       })
       .def("try_lock_build", [](const H &h) { Handle::Use use(*h); return h->try_lock_build(); })
       .def("unlock_build", [](const H &h) { Handle::Use use(*h); h->unlock_build(); })
       .def("build", [](const H &h, nb::bytes schema, u64 row_bytes, u32 n_columns, bool trajectories, std::vector<std::pair<u32, u32>> ends,
-                       std::pair<u32, u32> trajectory, std::optional<std::tuple<u32, nb::bytes, u64, nb::bytes, u32>> device) {
+                       std::pair<u32, u32> trajectory, std::optional<std::tuple<u32, nb::bytes, u64, u32>> device) {
         Handle::Use use(*h);
         RowShape row{row_bytes, n_columns, trajectories, {}, {trajectory.first, trajectory.second}};
         if (ends.size() > std::size(row.ends)) throw nb::value_error("too many end columns");
         for (size_t i = 0; i < ends.size(); ++i) row.ends[i] = {ends[i].first, ends[i].second};
-        if (device) {  // kind, uuid, bytes, handle, rings
-          const auto &[kind, uuid, bytes, handle, rings] = *device;
-          if (!kind || uuid.size() != sizeof row.home.uuid || handle.size() > sizeof row.home.ipc) throw nb::value_error("device: (kind, 16 bytes of UUID, bytes, up to 64 bytes of handle, rings)");
+        if (device) {  // kind, uuid, bytes, rings
+          const auto &[kind, uuid, bytes, rings] = *device;
+          if (!kind || uuid.size() != sizeof row.home.uuid) throw nb::value_error("device: (kind, 16 bytes of UUID, bytes, rings)");
           row.home.kind = kind, row.home.bytes = bytes, row.home.rings = rings;
-          std::memcpy(row.home.uuid, uuid.c_str(), uuid.size()), std::memcpy(row.home.ipc, handle.c_str(), handle.size());
+          std::memcpy(row.home.uuid, uuid.c_str(), uuid.size());
         }
         nb::gil_scoped_release r;
         return h->build(reinterpret_cast<const u8 *>(schema.c_str()), schema.size(), row);
@@ -179,6 +179,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
         const std::string why = h->ready() && h->device() ? h->device()->error() : "";
         return why.empty() ? nb::none() : nb::cast(why);
       })
+      .def_prop_ro("device_ring_tries", [](const H &h) { return std::pair{h->ring_tries(), h->ring_naps()}; })
       .def("put_device", &put_device, "columns"_a, "n"_a, "full"_a, "timeout"_a, "wake"_a, "streams"_a = u64(0), "priorities"_a = u64(0), "loaded"_a = false, "after"_a = u64(0))
       .def("edit", &edit, "spans"_a, "addresses"_a, "ids"_a, "n"_a, "timeout"_a, "wake"_a, "version"_a = 0)
       .def("edit_leaves", &edit_leaves, "columns"_a, "leaves"_a, "n"_a, "tensors"_a, "by_slot"_a, "timeout"_a, "wake"_a)

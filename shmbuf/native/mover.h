@@ -31,7 +31,8 @@ class DeviceRows {
   ~DeviceRows() { unmap(); }
   DeviceRows(const DeviceRows &) = delete;
 
-  void map(u64 address, u64 bytes, u64 context) {  // of the allocation; the context is the caller's, and outlives the mapping
+  // Of the allocation; the context is the caller's, and outlives the mapping. told: where others see why nothing can be written, or null.
+  void map(u64 address, u64 bytes, u64 context, u32 *told) {
     std::lock_guard<std::mutex> guard(mutex_);
     if (state_.load(relaxed) & kMapped) throw DeviceError("the rows are mapped already: unmap_rows() first");
     const Built &b = s_.header().built;
@@ -42,8 +43,10 @@ class DeviceRows {
     driver_ = &cuda::Driver::get();
     context_ = reinterpret_cast<cuda::Context>(context);
     cuda::Current current(*driver_, context_);
-    kernels_ = std::make_unique<Kernels>(*driver_);
-    address_ = address, error_.clear(), writes_.store(true, relaxed);
+    kernels_ = &Kernels::of(*driver_, context_);
+    writers_ = std::make_unique<cuda::Lane>(*driver_);
+    writers_->host(std::clamp(s_.row_bytes + 512, kStaged, kKept)), writers_->device(kStaged / 2);
+    address_ = address, error_.clear(), broken_.store(false, relaxed), retry_at_.store(0, relaxed), patience_ = 0, told_ = told;
     registered_.assign(s_.header().max_collectors, 0);
     state_.fetch_or(kMapped, release);
   }
@@ -52,34 +55,56 @@ class DeviceRows {
     if (!(was & kMapped)) return;
     while (state_.load(acquire)) usleep(200);
     std::lock_guard<std::mutex> guard(mutex_);
-    if (driver_->push(context_) == 0) {
-      lanes_.clear();
+    std::optional<cuda::Current> current;
+    try {
+      current.emplace(*driver_, context_);
+      writers_.reset(), lanes_.clear();
       for (u32 i = 0; i < registered_.size(); ++i)
         if (registered_[i] & kPinned) driver_->host_unregister(s_.ring(i));
-      kernels_.reset();
-      cuda::Context ours;
-      driver_->pop(&ours);
-    } else {  // the context is gone, and all of these with it
+    } catch (const DeviceError &) {  // the context is gone, and all of these with it
+      (void)writers_.release();
       for (auto &lane : lanes_) (void)lane.release();
-      (void)kernels_.release();
     }
     lanes_.clear(), registered_.clear();
+    if (told_) store(*told_, 0u, relaxed);
     address_ = 0;
   }
   void after_fork() {  // async-signal-safe: nothing of the driver's may be touched in the child
     state_.store(0, relaxed);
     new (&mutex_) std::mutex;
     new (&lanes_) std::vector<std::unique_ptr<cuda::Lane>>;  // leaked
-    (void)kernels_.release();
+    (void)writers_.release();
   }
   bool mapped() const { return state_.load(acquire) & kMapped; }
   u64 address() const { return mapped() ? address_ : 0; }
-  // After an error this handle writes no more: the plan stays sealed for others, who may have a device that works.
-  bool writes() const { return mapped() && writes_.load(relaxed); }
-  void failed(const char *why) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    error_ = why, writes_.store(false, relaxed);
+  // Whether this handle may write now. After an error it does not for a while, and never again if its context is of no more use: the
+  // plan stays sealed for others, who may have a device that works.
+  bool writes() const {
+    if (!mapped() || broken_.load(relaxed)) return false;
+    const u64 at = retry_at_.load(relaxed);
+    return !at || now_ns() >= at;
   }
+  void failed(const DeviceError &e) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    error_ = e.what();
+    if (told_) store(*told_, u32(e.code ? e.code : kUnknown), relaxed);
+    if (cuda::is_final(e.code)) {
+      error_ += ": this process's context is of no more use, begin it anew";
+      return broken_.store(true, relaxed);
+    }
+    patience_ = std::clamp<u64>(2 * patience_, kSoon, kLate);
+    retry_at_.store(now_ns() + patience_, relaxed);
+  }
+  void worked() {
+    if (!retry_at_.load(relaxed)) return;
+    std::lock_guard<std::mutex> guard(mutex_);
+    error_.clear(), patience_ = 0, retry_at_.store(0, relaxed);
+    if (told_) store(*told_, 0u, relaxed);
+  }
+  // Whether rows have been edited since this handle looked last: then who gathers had better look at each row's stripe from the start.
+  bool edits_moved(u64 word) { return edits_seen_.exchange(word, relaxed) != word; }
+  // How often device work was begun here of which nobody knows whether it is over: the words that tell of it stay as they are.
+  u64 unsettled() const { return unsettled_.load(acquire); }
   std::string error() {
     std::lock_guard<std::mutex> guard(mutex_);
     return error_;
@@ -100,6 +125,10 @@ class DeviceRows {
   friend class DeviceMover;
   static constexpr u32 kMapped = 1u << 31;
   static constexpr u64 kPinned = 1;
+  static constexpr u64 kStaged = 8u << 20;  // bytes that go through pinned memory at a time
+  static constexpr u64 kKept = 64u << 20, kLanes = 4;  // staging of a lane, and lanes, that are kept for the next one
+  static constexpr int kUnknown = 999;
+  static constexpr u64 kSoon = 10'000'000, kLate = 1'000'000'000;  // from an error to the next try
   static std::string forked_text() {
     return "the rows lie in device memory, and CUDA does not survive fork(): this process was forked by one that had used the device. Start it with "
            "multiprocessing's \"spawn\" (or \"forkserver\", before CUDA is used)";
@@ -112,10 +141,12 @@ class DeviceRows {
     if (registered_[i] & kPinned) driver_->host_unregister(s_.ring(i));
     registered_[i] = now | (driver_->host_register(s_.ring(i), s_.ring_bytes, 0) == 0 ? kPinned : 0);
   }
-  std::unique_ptr<cuda::Lane> take_lane() {  // under Current
+  // Under Current. The writer's is kept for him: he needs no memory of the device later, when there may be none.
+  std::unique_ptr<cuda::Lane> take_lane(bool writers) {
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      if (!lanes_.empty()) {
+      if (writers && writers_) return std::move(writers_);
+      if (!writers && !lanes_.empty()) {
         auto lane = std::move(lanes_.back());
         lanes_.pop_back();
         return lane;
@@ -123,21 +154,31 @@ class DeviceRows {
     }
     return std::make_unique<cuda::Lane>(*driver_);
   }
-  void give_lane(std::unique_ptr<cuda::Lane> lane) {
+  void give_lane(std::unique_ptr<cuda::Lane> lane, bool writers) {
+    if (!lane->quiet()) {  // the end of our knowledge of it: never used again
+      unsettled_.fetch_add(1, release);
+      return;
+    }
+    if (!writers) lane->shrink(kKept);
     std::lock_guard<std::mutex> guard(mutex_);
-    lanes_.push_back(std::move(lane));
+    if (writers) writers_ = std::move(lane);
+    else if (lanes_.size() < kLanes) lanes_.push_back(std::move(lane));
   }
 
   const Segment &s_;
   std::atomic<u32> state_{0};  // mapped | how many use it
-  std::atomic<bool> writes_{false};
+  std::atomic<bool> broken_{false};
+  std::atomic<u64> retry_at_{0}, unsettled_{0}, edits_seen_{0};
+  u64 patience_ = 0;
+  u32 *told_ = nullptr;
   const cuda::Driver *driver_ = nullptr;
   cuda::Context context_ = nullptr;
-  std::unique_ptr<Kernels> kernels_;
+  const Kernels *kernels_ = nullptr;
   u64 address_ = 0;
   std::vector<u64> registered_;  // by ring, of the role's holder: incarnation << 2 | 2 | pinned
   std::mutex mutex_;
   std::vector<std::unique_ptr<cuda::Lane>> lanes_;  // that nobody works with now
+  std::unique_ptr<cuda::Lane> writers_;             // the same, of the role's holder
   std::string error_;
 };
 
@@ -157,14 +198,14 @@ struct HostMover {
 
 class DeviceMover {
  public:
-  static constexpr u64 kStaged = 8u << 20;  // bytes that go through pinned memory at a time
+  static constexpr u64 kStaged = DeviceRows::kStaged;
   static constexpr u64 kShort = 48u << 10;
 
-  explicit DeviceMover(DeviceRows &rows) : d_(rows), s_(rows.s_) {
+  explicit DeviceMover(DeviceRows &rows, bool writers = false) : d_(rows), s_(rows.s_), writers_(writers) {
     if (!d_.begin_use()) throw DeviceError(d_.why_not(), true);
     try {
       current_.emplace(*d_.driver_, d_.context_);
-      lane_ = d_.take_lane();
+      lane_ = d_.take_lane(writers_);
     } catch (...) {
       current_.reset();
       d_.end_use();
@@ -172,8 +213,7 @@ class DeviceMover {
     }
   }
   ~DeviceMover() {
-    d_.driver_->stream_synchronize(lane_->stream);  // nothing if all was waited for
-    d_.give_lane(std::move(lane_));
+    d_.give_lane(std::move(lane_), writers_);
     current_.reset();
     d_.end_use();
   }
@@ -191,6 +231,7 @@ class DeviceMover {
   }
   void begin(const Owner &me) {
     DeviceWork &w = s_.control().device_work;
+    store(w.dead_ns, u64(0), relaxed);
     w.pid = me.pid, w.start_ticks = me.start_ticks, w.pid_namespace = me.pid_namespace;
     store(w.since_ns, now_ns(), release);
   }
@@ -223,12 +264,14 @@ class DeviceMover {
     sent_ = 0;
     FAILPOINT(device_copied);
     store(s_.control().device_work.since_ns, u64(0), release);
+    d_.worked();
   }
 
   // ---- edits ----
+  static u64 rows_staged(u64 bytes) { return std::max<u64>(1, (kStaged - 256) / (bytes + 8)); }  // that many bytes of each, and its slot
   // use(j, where the stored bytes are) for each row, a part at a time.
   void each_field(u64 n, const u64 *ids, u64 offset, u64 bytes, auto use) {
-    const u64 part = std::max<u64>(1, kStaged / (bytes + 8));
+    const u64 part = rows_staged(bytes);
     for (u64 from = 0; from < n; from += part) {
       const u64 k = std::min(part, n - from);
       u8 *out = stage_slots(k, k * bytes, [&](u64 j) { return ids[from + j]; });
@@ -304,13 +347,16 @@ class DeviceMover {
     const u64 words = align_up(n * 4, 256), all = with_places ? 2 * words : words;
     u8 *host = lane_->host(all + bytes);
     auto *slot = reinterpret_cast<u32 *>(host), *at = reinterpret_cast<u32 *>(host + words);
-    for (u64 j = 0; j < n; ++j) slot[j] = u32(id(j) % s_.capacity);
+    const SlotOf slot_of(s_);
+    for (u64 j = 0; j < n; ++j) slot[j] = u32(slot_of(id(j)));
+    staged_ = slot;
     if (with_places)
       for (u64 j = 0; j < n; ++j) at[j] = place(j);
     slots_ = lane_->device(all), places_ = with_places ? slots_ + words : 0;
     check(d().host_to_device(slots_, host, all, lane_->stream), "cuMemcpyHtoDAsync");
     return host + all;
   }
+  u32 staged(u64 j) const { return staged_[j]; }  // the slots of the last stage()
   void check(cuda::Result r, const char *what) const { d_.driver_->check(r, what); }
   const cuda::Driver &d() const { return *d_.driver_; }
 
@@ -321,7 +367,7 @@ class DeviceMover {
     sent_ += short_, short_ = 0;
   }
   void put_edit(EditRecord &e, const std::vector<u32> &which, const std::vector<Packed> &spans, u64 width) {
-    const u64 part = std::max<u64>(1, kStaged / (width + 8));
+    const u64 part = rows_staged(width);
     std::vector<Packed> columns = spans;
     for (u64 from = 0; from < which.size(); from += part) {
       const u64 k = std::min(part, u64(which.size()) - from);
@@ -335,9 +381,11 @@ class DeviceMover {
 
   DeviceRows &d_;
   const Segment &s_;
+  const bool writers_;
   std::optional<cuda::Current> current_;
   std::unique_ptr<cuda::Lane> lane_;
   u64 slots_ = 0, places_ = 0;  // of what was staged last
+  const u32 *staged_ = nullptr;
   u64 sent_ = 0, short_ = 0, short_to_ = 0;  // bytes of pinned memory under way; collected behind them; where to
 };
 

@@ -105,12 +105,16 @@ inline bool process_over(u32 pid, u64 start_ticks) {
   closedir(tasks);
   return over;
 }
-inline bool device_work_over(u64 since_ns, u32 pid, u64 start_ticks, u64 pid_namespace) {  // of a dead one: its lock byte is free
-  const u64 age = now_ns() - since_ns;  // of a damaged word: ages
-  if (!since_ns || age > kDeviceStuck) return true;
+// Of one that is dead, or has given up: its lock byte is free, and held by whoever asks. dead_ns: when that was first found, stored here.
+inline bool device_work_over(u64 since_ns, u64 &dead_ns, u32 pid, u64 start_ticks, u64 pid_namespace) {
+  if (!since_ns) return true;
+  const u64 now = now_ns();
+  if (!load(dead_ns, relaxed)) store(dead_ns, now, relaxed);
+  const u64 dead = now - load(dead_ns, relaxed);  // of a damaged word: ages
+  if (dead > kDeviceStuck) return true;
   struct stat st;
   const bool seen = stat("/proc/self/ns/pid", &st) == 0 && st.st_ino == pid_namespace;
-  return age > kDeviceLands && (seen ? process_over(pid, start_ticks) : age > kDeviceUnseen);
+  return dead > kDeviceLands && (seen ? process_over(pid, start_ticks) : dead > kDeviceUnseen);
 }
 
 inline bool has_device_ring(const Segment &s, u32 slot) {
@@ -140,7 +144,7 @@ class Registry {  // call with the handle's registry mutex held
         fence(release);
         m.owner = me;
         store(m.roles, roles, relaxed);
-        store(m.slot_plus_1, 0u, relaxed), store(m.waits_for, u32(kNothing), relaxed);
+        store(m.slot_plus_1, 0u, relaxed), store(m.waits_for, u32(kNothing), relaxed), store(m.device_error, 0u, relaxed);
         store(m.sampled_batches, u64(0), relaxed), store(m.sampled_rows, u64(0), relaxed);
         store(m.word, make_word(word_incarnation(word) + 1, kActive), release);
         return int(i);
@@ -219,10 +223,15 @@ class Registry {  // call with the handle's registry mutex held
       if (word_state(load(s_.slot(i).word, acquire)) == kFree) return true;
     return false;
   }
-  bool any_without_owner(int own_slot) const {
+  bool any_without_owner(int own_slot) const {  // of the rings that somebody had
     for (u32 i = 0; i < s_.n_slots(); ++i)
-      if (int(i) != own_slot && !byte_is_held(fd_, lock_slot(i))) return true;
+      if (int(i) != own_slot && word_state(load(s_.slot(i).word, acquire)) != kFree && !byte_is_held(fd_, lock_slot(i))) return true;
     return false;
+  }
+  u64 state_of_all() const {  // another number when a ring was claimed, closed or swept
+    u64 sum = 0;
+    for (u32 i = 0, n = s_.n_slots(); i < n; ++i) sum += load(s_.slot(i).word, acquire) * (2 * i + 1);
+    return sum;
   }
   u32 sweep(int own_slot) {
     u32 freed = 0, n = s_.n_slots();
@@ -236,13 +245,13 @@ class Registry {  // call with the handle's registry mutex held
       if (!lock_byte(fd_, lock_slot(i), F_WRLCK)) continue;  // its owner lives
       u64 word = load(slot.word, acquire);
       FAILPOINT(sweep_locked);
-      if (word_state(word) != kFree && drained(slot) && device_work_over(load(slot.device_since, relaxed), slot.owner.pid, slot.owner.start_ticks, slot.owner.pid_namespace)) {
+      if (word_state(word) != kFree && drained(slot) && device_work_over(load(slot.device_since, acquire), slot.device_dead, slot.owner.pid, slot.owner.start_ticks, slot.owner.pid_namespace)) {
         if (word_state(word) == kActive) {
           const u64 rows = load(slot.orphaned, relaxed);
           Chronicle(s_).died(kCollectorDied, word ^ u64(i) << 48, slot.owner.pid, slot.owner.comm, rows ? rows - 1 : 0, 0);
         }
         fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ring_offset(i), i64(s_.ring_stride));
-        store(slot.device_since, u64(0), relaxed), store(slot.device_ring, 0u, release);
+        store(slot.device_since, u64(0), relaxed), store(slot.device_dead, u64(0), relaxed), store(slot.device_ring, 0u, release);
         store(slot.word, make_word(word_incarnation(word), kFree), release);
         FAILPOINT(sweep_freed);
         ++freed;

@@ -42,7 +42,7 @@ inline bool well_formed(const Record &r, u64 room, u64 ring_bytes, u64 row_bytes
          r.bytes == record_bytes(r.n_rows, row_bytes, r.flags);
 }
 
-// The collector's end. Private positions; one thread at a time (handle.h catches a second one).
+// The collector's end. Private positions; one thread at a time (collecting.h catches a second one).
 class Producer {
  public:
   void open(Slot &slot, u8 *ring, u64 ring_bytes, u64 row_bytes) {

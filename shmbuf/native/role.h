@@ -8,7 +8,7 @@
 // end of its slice.
 //
 // Where rows lie in device memory, only a handle that maps them takes the role, and none before what a dead holder had under way
-// there is over (registry.h); one whose device fails gives it back and leaves the plan as it is.
+// there is over (registry.h); one whose device fails gives it back and leaves the plan as it is, for others and for a later try.
 #pragma once
 #include "registry.h"
 #include "transaction.h"
@@ -31,8 +31,8 @@ class WriterRole {
     }
     Control &c = s_.control();
     if (s_.device) {
-      const DeviceWork &w = c.device_work;
-      if (!device_work_over(load(w.since_ns, acquire), w.pid, w.start_ticks, w.pid_namespace)) {
+      DeviceWork &w = c.device_work;
+      if (!device_work_over(load(w.since_ns, acquire), w.dead_ns, w.pid, w.start_ticks, w.pid_namespace)) {
         unlock_byte(fd_, kLockWriter);
         taken_.store(false, release);
         return false;
@@ -70,13 +70,14 @@ class WriterRole {
       bool met = false;
       bool moved = false;
       bool failed = false;
+      const u64 unsettled = s_.device ? s_.device->unsettled() : 0;
       try {
         Writer writer(s_, fd_, &pin_flags, &me_);
         if (writer.take_over() && after_death_) bump<u64>(s_.control().takeovers, 1);
         while (!(met = enough()) && (!s_.device || s_.device->writes()) && writer.step()) moved = true;
       } catch (const DeviceError &e) {
-        s_.device->failed(e.what());
-        store(s_.control().device_work.since_ns, u64(0), release);  // the writer has waited for its stream, or there is none any more
+        s_.device->failed(e);
+        if (s_.device->unsettled() == unsettled) store(s_.control().device_work.since_ns, u64(0), release);  // the writer has waited for its stream
         failed = true;
       }
       if (moved) out = Outcome::worked;

@@ -463,7 +463,7 @@ class Writer {
   // Where the rows are, asked once: the mover of a device keeps its stream as long as the burst lasts.
   template <class Use> void with_rows(Use use) {
     if (s_.device) {
-      if (!device_) device_ = std::make_unique<DeviceMover>(*s_.device);
+      if (!device_) device_ = std::make_unique<DeviceMover>(*s_.device, true);
       return use(*device_);
     }
     HostMover rows(s_);

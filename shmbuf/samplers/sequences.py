@@ -256,7 +256,7 @@ class Sequence(SampleUnit):
     def expand(self, index: Any, info: dict[str, Any], storage: ShmStorage) -> tuple[Any, dict[str, Any]]:
         """TorchRL's: the windows about these indices, and info with each anchor's entries repeated and the unit's own."""
         slots = storage.slots_of(index) if storage.ndim > 1 else torch.as_tensor(index)
-        anchors = storage.buffer.ids_of(slots.reshape(-1).numpy())
+        anchors = storage.buffer.ids_of(slots.reshape(-1).cpu().numpy())
         ids, valid = self.windows(storage.buffer, anchors)
         values = {k: torch.as_tensor(v) for k, v in info.items()}
         repeated = {k: v.repeat_interleave(self.total, dim=0) if v.ndim else info[k] for k, v in values.items()}
@@ -467,7 +467,7 @@ def anchor_priorities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a `Sequence` batch: the anchors' row ids and the largest priority of each one's valid rows."""
     ids = ids.reshape(-1)
-    priority = priority.reshape(-1).expand(ids.shape)
+    priority = priority.reshape(-1).expand(ids.shape).to(ids.device)
     if valid is not None:  # an anchor's own row is valid always
         ids, priority = ids[valid.reshape(-1)], priority[valid.reshape(-1)]
     anchors, of = torch.unique(ids, return_inverse=True)

@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 
+from shmbuf.rows import on_host
 from shmbuf.transforms.base import Keys, Prepared, Transform, as_keys, found_in
 
 DONE_KEYS: tuple[NestedKey, ...] = ("done", "truncated", "terminated")
@@ -195,7 +196,7 @@ class MultiStepTransform(Transform):
         self, rows: Any, stream: Any, trajectory_keys: Sequence[NestedKey]
     ) -> list[tuple[Any, TensorDictBase, bool]]:
         """Rows by whom they belong to, in the order of their first ones; and whether nothing comes after an end flag of theirs."""
-        of, kind = None if stream is None else np.asarray(stream), "stream"
+        of, kind = None if stream is None else np.asarray(on_host(stream)), "stream"
         if of is None and rows.ndim == 1:
             found = (rows.get(k, None) for k in trajectory_keys)
             value = next((v for v in found if isinstance(v, torch.Tensor)), None)

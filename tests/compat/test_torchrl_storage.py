@@ -24,6 +24,7 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 import shmbuf
 from shmbuf import PrioritizedSampler
 from shmbuf.integrations import TorchRLSampler, TorchRLStorage, TorchRLWriter
+from tests.cuda.tensors import of_device
 
 
 def rows(first: int, n: int) -> TensorDict:
@@ -108,7 +109,8 @@ def test_priorities_reach_the_rows_that_were_drawn(made):
     assert (batch["row_id"] == batch["k"]).all() and (batch["index"] == batch["k"]).all()
     batch["td_error"] = torch.where(batch["k"] == 3, 1.0, 0.0)
     rb.update_tensordict_priority(batch)
-    rb.update_priority(torch.arange(10), torch.eye(10)[3])
+    rb.update_priority(torch.arange(10), torch.eye(10)[5])
+    rb.update_priority(of_device(torch.arange(10)), of_device(torch.eye(10)[3]))
     assert rb.sample()["k"].unique().tolist() == [3]
     late = rb.sample()
     rb.extend(rows(10, 10))  # every row is overwritten: what is late is dropped

@@ -2,6 +2,9 @@
 on ``SHMBUF_TEST_DEVICE`` (default: cuda:0). Over the stand-in:
 
     LD_LIBRARY_PATH=$(python -m tests.cuda.standin) python -m pytest -p tests.cuda.conformance tests/unit/test_buffer.py
+
+On a GPU, whose tensors are not the host's as these tests have them, batches come by way of the host (SHMBUF_CUDA_TENSORS=host);
+test_on_gpu.py has the device's own.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ NOT_ON_A_DEVICE = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from shmbuf.cuda import driver
+
     os.environ["STANDIN_TENSORS"] = "1"
+    if driver.by_index(0).name != "Stand-in device":
+        os.environ["SHMBUF_CUDA_TENSORS"] = "host"
     Attachment.create.__func__.__kwdefaults__["device"] = DEVICE  # type: ignore[attr-defined]
     from shmbuf.storage import ShmStorage
 

@@ -1,7 +1,9 @@
 // A libcuda.so.1 for tests on machines without a GPU: the driver calls that shmbuf uses, over host memory. "Device" memory is a memfd
 // mapped into the process, so that it is shared, outlives its maker and is lost in the same ways. Copies and kernels run later, on
 // their stream's thread. What is strict in the real driver is strict here: calls need a current context, a forked child gets
-// NOT_INITIALIZED, nobody opens his own IPC handle, an address that is not mapped is an error.
+// NOT_INITIALIZED, nobody opens his own IPC handle, an address that is not mapped is an error. While a stream is captured for a CUDA
+// graph, a call of another thread that could wait for it breaks the capture, as long as that thread's capture mode is not relaxed; a
+// stream that waits for an event of a captured one is captured with it. (Which calls: all that make or free anything, or wait.)
 //
 // By environment variables, read at each call unless said otherwise:
 //   STANDIN_DEVICES   UUIDs, comma-separated, as nvidia-smi writes them without "GPU-" (at cuInit; default: one)
@@ -112,7 +114,7 @@ API int cuCtxPopCurrent_v2(void **c) {
 }
 API int cuCtxGetDevice(int *d) { ENTER(); *d = current_device(); return OK; }
 API int cuCtxSynchronize() {
-  ENTER();
+  ENTER(); SAFE();
   std::vector<Stream *> all;
   { Lock lock(g_mutex); all = g_streams; }
   for (Stream *s : all) s->wait();
@@ -227,7 +229,7 @@ API int cuMemImportFromShareableHandle(u64 *handle, void *os, int type) {
 
 // ---- memory that dies with its maker -----------------------------------------------------------------------------
 API int cuMemAlloc_v2(u64 *at, size_t bytes) {
-  ENTER();
+  ENTER(); SAFE();
   Lock lock(g_mutex);
   std::shared_ptr<Memory> m;
   const u64 all = (bytes + kGranularity - 1) / kGranularity * kGranularity;
@@ -241,7 +243,7 @@ API int cuMemAlloc_v2(u64 *at, size_t bytes) {
   return OK;
 }
 API int cuMemFree_v2(u64 at) {
-  ENTER();
+  ENTER(); SAFE();
   if (!at) return OK;
   Lock lock(g_mutex);
   auto it = g_mappings.find(at);
@@ -324,7 +326,7 @@ API int cuPointerGetAttribute(void *out, int attribute, u64 at) {
 
 // ---- host memory -------------------------------------------------------------------------------------------------
 API int cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
-  ENTER();
+  ENTER(); SAFE();
   Lock lock(g_mutex);
   if (!at || !bytes) return INVALID_VALUE;
   auto it = g_registered.upper_bound(u64(at) + bytes - 1);
@@ -332,15 +334,15 @@ API int cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
   g_registered[u64(at)] = bytes;
   return OK;
 }
-API int cuMemHostUnregister(void *at) { ENTER(); Lock lock(g_mutex); return g_registered.erase(u64(at)) ? OK : NOT_REGISTERED; }
+API int cuMemHostUnregister(void *at) { ENTER(); SAFE(); Lock lock(g_mutex); return g_registered.erase(u64(at)) ? OK : NOT_REGISTERED; }
 API int cuMemHostAlloc(void **at, size_t bytes, unsigned) {
-  ENTER();
+  ENTER(); SAFE();
   if (!bytes || posix_memalign(at, 4096, bytes)) return bytes ? OUT_OF_MEMORY : INVALID_VALUE;
   Lock lock(g_mutex);
   g_pinned[u64(*at)] = bytes;
   return OK;
 }
-API int cuMemFreeHost(void *at) { ENTER(); Lock lock(g_mutex); return g_pinned.erase(u64(at)) ? (free(at), OK) : INVALID_VALUE; }
+API int cuMemFreeHost(void *at) { ENTER(); SAFE(); Lock lock(g_mutex); return g_pinned.erase(u64(at)) ? (free(at), OK) : INVALID_VALUE; }
 API int cuMemHostGetDevicePointer_v2(u64 *out, void *at, unsigned) { ENTER(); *out = u64(at); return OK; }
 
 // ---- copies ------------------------------------------------------------------------------------------------------
@@ -366,34 +368,35 @@ API int cuMemsetD8Async(u64 at, u8 value, size_t n, void *s) {
 API int cuMemsetD8_v2(u64 at, u8 value, size_t n) { ENTER(); return finish(cuMemsetD8Async(at, value, n, nullptr), stream_of(nullptr)); }
 
 // ---- streams and events --------------------------------------------------------------------------------------------
-API int cuStreamCreate(void **s, unsigned) { ENTER(); stream_of(nullptr); Lock lock(g_mutex); *s = g_streams.emplace_back(new Stream); return OK; }
+API int cuStreamCreate(void **s, unsigned) { ENTER(); SAFE(); stream_of(nullptr); Lock lock(g_mutex); *s = g_streams.emplace_back(new Stream); return OK; }
 API int cuStreamCreateWithPriority(void **s, unsigned flags, int) { return cuStreamCreate(s, flags); }
-API int cuStreamSynchronize(void *s) { ENTER(); stream_of(s)->wait(); return g_error.load(); }
-API int cuStreamQuery(void *s) { ENTER(); return stream_of(s)->idle() ? g_error.load() : NOT_READY; }
+API int cuStreamSynchronize(void *s) { ENTER(); SAFE(); stream_of(s)->wait(); return g_error.load(); }
+API int cuStreamQuery(void *s) { ENTER(); SAFE(); return stream_of(s)->idle() ? g_error.load() : NOT_READY; }
 API int cuStreamDestroy_v2(void *s) {
-  ENTER();
+  ENTER(); SAFE();
   { Lock lock(g_mutex); if (!std::erase(g_streams, static_cast<Stream *>(s))) return INVALID_HANDLE; }
   static_cast<Stream *>(s)->end();
-  delete static_cast<Stream *>(s);
   return OK;
 }
 API int cuLaunchHostFunc(void *s, void (*f)(void *), void *data) { ENTER(); stream_of(s)->push([=] { f(data); }); return OK; }
-API int cuEventCreate(void **e, unsigned) { ENTER(); *e = new std::shared_ptr<Event>(new Event); return OK; }
-API int cuEventDestroy_v2(void *e) { ENTER(); delete static_cast<std::shared_ptr<Event> *>(e); return OK; }
+API int cuEventCreate(void **e, unsigned) { ENTER(); SAFE(); *e = new std::shared_ptr<Event>(new Event); return OK; }
+API int cuEventDestroy_v2(void *e) { ENTER(); SAFE(); delete static_cast<std::shared_ptr<Event> *>(e); return OK; }
 #define EVENT(e) (*static_cast<std::shared_ptr<Event> *>(e))
 API int cuEventRecord(void *e, void *s) {
   ENTER();
   std::shared_ptr<Event> event = EVENT(e);
+  if (const auto c = stream_of(s)->capture) return std::lock_guard(event->m), event->capture = c, OK;
   u64 turn;
-  { std::lock_guard<std::mutex> lock(event->m); turn = ++event->recorded; }
+  { std::lock_guard<std::mutex> lock(event->m); turn = ++event->recorded, event->capture.reset(); }
   stream_of(s)->push([event, turn] { std::lock_guard<std::mutex> lock(event->m); event->done = std::max(event->done, turn), event->at_ms = now_ms(); event->cv.notify_all(); });
   return OK;
 }
-API int cuEventQuery(void *e) { ENTER(); std::lock_guard<std::mutex> lock(EVENT(e)->m); return EVENT(e)->done >= EVENT(e)->recorded ? g_error.load() : NOT_READY; }
+API int cuEventQuery(void *e) { ENTER(); SAFE(); std::lock_guard<std::mutex> lock(EVENT(e)->m); return EVENT(e)->done >= EVENT(e)->recorded ? g_error.load() : NOT_READY; }
 API int cuEventSynchronize(void *e) {
-  ENTER();
+  ENTER(); SAFE();
   std::shared_ptr<Event> event = EVENT(e);
   std::unique_lock<std::mutex> lock(event->m);
+  if (const auto c = event->capture.lock()) return c->broken = true, CAPTURED_EVENT;
   event->cv.wait(lock, [&, turn = event->recorded] { return event->done >= turn; });
   return g_error.load();
 }
@@ -402,6 +405,7 @@ API int cuEventElapsedTime(float *ms, void *a, void *b) { return cuEventElapsedT
 API int cuStreamWaitEvent(void *s, void *e, unsigned) {
   ENTER();
   std::shared_ptr<Event> event = EVENT(e);
+  if (const auto c = event->capture.lock()) return stream_of(s)->capture = c, OK;
   stream_of(s)->push([event, turn = event->recorded] {
     std::unique_lock<std::mutex> lock(event->m);
     event->cv.wait(lock, [&] { return event->done >= turn; });
@@ -409,10 +413,39 @@ API int cuStreamWaitEvent(void *s, void *e, unsigned) {
   return OK;
 }
 
+// ---- CUDA graphs: nothing but the capture -------------------------------------------------------------------------
+API int cuThreadExchangeStreamCaptureMode(unsigned *mode) { ENTER(false); return *mode > RELAXED ? INVALID_VALUE : (std::swap(t_mode, *mode), OK); }
+API int cuStreamBeginCapture_v2(void *s, unsigned mode) {
+  ENTER();
+  Lock lock(g_mutex);
+  Stream *stream = stream_of(s);
+  if (u64(s) <= 2 || mode > RELAXED || stream->capture) return INVALID_VALUE;
+  g_captures[stream] = stream->capture = std::make_shared<Capture>(Capture{std::this_thread::get_id(), mode, false});
+  return OK;
+}
+API int cuStreamIsCapturing(void *s, unsigned *status) {
+  ENTER();
+  Lock lock(g_mutex);
+  const auto c = stream_of(s)->capture;
+  return *status = !c ? 0 : c->broken ? 2 : 1, OK;
+}
+API int cuStreamEndCapture(void *s, void **graph) {
+  ENTER();
+  Lock lock(g_mutex);
+  const auto at = g_captures.find(stream_of(s));
+  if (at == g_captures.end()) return INVALID_VALUE;
+  const auto c = at->second;
+  if (c->mode != RELAXED && c->by != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
+  g_captures.erase(at);
+  for (Stream *each : g_streams)
+    if (each->capture == c) each->capture = nullptr;
+  return *graph = c->broken ? nullptr : &g_captures, c->broken ? CAPTURE_INVALIDATED : OK;
+}
+
 // ---- kernels -----------------------------------------------------------------------------------------------------
-API int cuModuleLoadData(void **m, const void *image) { ENTER(); return image ? (*m = const_cast<void *>(image), OK) : INVALID_VALUE; }
-API int cuModuleLoadDataEx(void **m, const void *image, unsigned, void *, void **) { ENTER(); return image ? (*m = const_cast<void *>(image), OK) : INVALID_VALUE; }
-API int cuModuleUnload(void *) { ENTER(); return OK; }
+API int cuModuleLoadData(void **m, const void *image) { ENTER(); SAFE(); return image ? (*m = const_cast<void *>(image), OK) : INVALID_VALUE; }
+API int cuModuleLoadDataEx(void **m, const void *image, unsigned, void *, void **) { ENTER(); SAFE(); return image ? (*m = const_cast<void *>(image), OK) : INVALID_VALUE; }
+API int cuModuleUnload(void *) { ENTER(); SAFE(); return OK; }
 API int cuModuleGetFunction(void **f, void *, const char *name) {
   ENTER();
   for (const Kernel &k : kKernels)

@@ -38,7 +38,8 @@ enum : int {
   OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
   MISALIGNED = 716,
-  NOT_SUPPORTED = 801
+  NOT_SUPPORTED = 801,
+  CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908
 };
 struct Word { int code; const char *name, *text; };
 constexpr Word kWords[] = {
@@ -57,6 +58,10 @@ constexpr Word kWords[] = {
     {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
     {MISALIGNED, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
+    {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
+    {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
+    {CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "capture was not ended in the same thread in which it began"},
 };
 
 struct Uuid { u8 bytes[16]; };
@@ -142,14 +147,16 @@ Mapping *mapping_of(u64 at, u64 bytes, u64 *base = nullptr) {
 bool is_device(u64 at, u64 bytes) { return bytes == 0 || mapping_of(at, bytes); }
 
 // ---- streams ---------------------------------------------------------------------------------------------------
-struct Event { std::mutex m; std::condition_variable cv; u64 recorded = 0, done = 0; double at_ms = 0; };
+struct Capture { std::thread::id by; unsigned mode; bool broken; };  // of a CUDA graph
+struct Event { std::mutex m; std::condition_variable cv; u64 recorded = 0, done = 0; double at_ms = 0; std::weak_ptr<Capture> capture; };
 double now_ms() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return double(t.tv_sec) * 1e3 + double(t.tv_nsec) / 1e6; }
 
 struct Stream {
   std::mutex m;
   std::condition_variable cv, idle_cv;
   std::deque<std::function<void()>> queue;
-  bool busy = false, stop = false;
+  bool busy = false, stop = false, alone = false;
+  std::shared_ptr<Capture> capture;  // what is given to it becomes part of a graph, and is not done
   std::thread thread;
   Stream() : thread([this] { run(); }) {}
   void run() {
@@ -159,7 +166,7 @@ struct Stream {
     std::unique_lock<std::mutex> lock(m);
     while (true) {
       cv.wait(lock, [&] { return stop || !queue.empty(); });
-      if (queue.empty()) return;
+      if (queue.empty()) break;
       auto work = std::move(queue.front());
       queue.pop_front();
       busy = true;
@@ -169,17 +176,26 @@ struct Stream {
       busy = false;
       idle_cv.notify_all();
     }
+    const bool last = alone;
+    lock.unlock();
+    if (last) delete this;
   }
   void push(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(m);
+    if (capture) return;
     queue.push_back(std::move(work));
     cv.notify_one();
   }
   bool idle() { std::lock_guard<std::mutex> lock(m); return queue.empty() && !busy; }
   void wait() { std::unique_lock<std::mutex> lock(m); idle_cv.wait(lock, [&] { return queue.empty() && !busy; }); }
-  void end() {
-    { std::lock_guard<std::mutex> lock(m); stop = true; cv.notify_one(); }
-    if (thread.get_id() == std::this_thread::get_id()) thread.detach(); else thread.join();
+  void end() {  // when its work is done: nobody waits for that
+    std::unique_lock<std::mutex> lock(m);
+    stop = true, alone = busy || !queue.empty();
+    if (alone) thread.detach();
+    const bool done = !alone;
+    cv.notify_one();
+    lock.unlock();
+    if (done) thread.join(), delete this;
   }
 };
 auto &g_streams = *new std::vector<Stream *>;  // the first: the null stream. Leaked at exit, like their threads.
@@ -188,6 +204,22 @@ Stream *stream_of(void *handle) {
   if (g_streams.empty()) g_streams.push_back(new Stream);
   return u64(handle) <= 2 ? g_streams[0] : static_cast<Stream *>(handle);
 }
+
+// ---- captures --------------------------------------------------------------------------------------------------
+enum Mode : unsigned { GLOBAL = 0, OF_THREAD = 1, RELAXED = 2 };
+auto &g_captures = *new std::map<Stream *, std::shared_ptr<Capture>>;  // by the stream in which they began
+thread_local unsigned t_mode = GLOBAL;
+// Calls that may wait for a captured stream, or work behind its back, break the captures that are not told to bear it.
+int unsafe() {
+  Lock lock(g_mutex);
+  int status = OK;
+  for (auto &[stream, c] : g_captures) {
+    const bool mine = c->by == std::this_thread::get_id() && c->mode != RELAXED;
+    if (t_mode != RELAXED && (mine || (t_mode == GLOBAL && c->mode == GLOBAL))) c->broken = true, status = CAPTURE_UNSUPPORTED;
+  }
+  return status;
+}
+#define SAFE() if (const int status_ = unsafe()) return status_
 
 void dawdle(u64 delay_us) {
   static thread_local std::mt19937_64 random{std::random_device{}()};

@@ -26,8 +26,10 @@ MAPS = (
     "cuMemSetAccess",
     "cuMemRelease",
     "cuModuleLoadData",
+    "cuStreamCreate",
+    "cuMemHostAlloc",
 )
-WRITES = ("cuStreamCreate", "cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize")
+WRITES = ("cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize")
 READS = ("cuLaunchKernel", "cuEventRecord", "cuEventSynchronize")
 WHEN = ("before", "after")
 # Makes or finds the buffer argv[1].
@@ -71,10 +73,16 @@ def test_a_steward_that_dies_while_it_is_made_is_an_error_and_no_buffer(over, na
 
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("call", MAPS)
-def test_one_who_dies_while_it_attaches_disturbs_nobody(begin, name, call, when):
+def test_one_who_dies_at_its_first_read_disturbs_nobody(begin, name, call, when):
     maker = begin(MAKER, name)
     assert line(maker) == "made"
-    killed(begin(USER, name, STANDIN_KILL=f"{call}:1{':after' * (when == 'after')}"))
+    killed(
+        begin(
+            USER.replace('say("attached"', 'stored(b); say("attached"'),
+            name,
+            STANDIN_KILL=f"{call}:1{':after' * (when == 'after')}",
+        )
+    )
     user = begin(USER, name)
     assert line(user) == "attached cuda:0"
     assert ask(user, "b.extend(rows(10)).tolist()") == "[10]" and ask(maker, "stored(b)[-1]") == "10"

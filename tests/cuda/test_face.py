@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cuda.helpers import ask, line
+from tests.cuda.test_lazily import COUNTS, MAPPED, NOTHING
 from tests.cuda.test_sharing import WAYS
 
 TORCH = """
@@ -121,3 +122,118 @@ def test_a_collector_without_the_device_extends_a_replay_buffer(begin, name):
     said = ask(other, "rb.sample()")
     assert said.startswith("DeviceError") and "shmbuf[cuda]" in said
     assert ask(maker, "right(rb[:]) and len(rb)") == "57"
+
+
+def test_a_replay_buffer_that_only_extends_opens_no_context(begin, name):
+    make = TORCH + (
+        "rb = TensorDictReplayBuffer(storage=ShmStorage(1000, name=sys.argv[1], device='cuda:0'), batch_size=32)\n"
+        "rb.extend(td(0, 50)); say('made'); sys.stdin.readline()"
+    )
+    maker = begin(make, name)
+    assert line(maker) == "made"
+    other = begin(
+        TORCH
+        + COUNTS
+        + "rb = shmbuf.attach(sys.argv[1]); say('attached')\nwhile (what := sys.stdin.readline().strip()): say(eval(what))",
+        name,
+    )
+    assert line(other) == "attached"
+    assert ask(other, "(rb.extend(td(50, 7)).tolist(), rb.add(td(57, 1)[0]), len(rb), has())[2:]") == f"(58, {NOTHING})"
+    assert ask(other, "(right(rb.sample()), rb._storage.device, has())") == f"(True, device(type='cpu'), {MAPPED})"
+    assert ask(other, "(rb.extend(td(58, 2)).tolist(), right(rb[:]))") == "([58, 59], True)"
+
+
+# What a batch's making asks of streams, in order: what, whether aside of the caller's stream, by which thread.
+LOGGED = (
+    TORCH
+    + """
+import contextlib, threading
+from shmbuf.on_device import OnDevice
+calls, of = [], threading.local()
+def told(what):
+    calls.append((what, getattr(of, "aside", 0), threading.current_thread().name.replace("MainThread", "user")))
+class Streams:
+    def __init__(self, device): pass
+    @contextlib.contextmanager
+    def aside(self):
+        of.aside = getattr(of, "aside", 0) + 1
+        yield
+        of.aside -= 1
+    def mark(self):
+        told("mark")
+        return "marked"
+    def follow(self, mark):
+        assert mark == "marked"
+        told("follow")
+    def used_here(self, t): told("used")
+def logged(rb):
+    s = rb._storage; s.schema(); s._on = OnDevice(torch.device("cpu"), Streams)
+    for name, of in (("_fresh", s), ("stream", s._on)):
+        def call(*args, do=getattr(of, name), name=name, **more):
+            told(name)
+            return do(*args, **more)
+        setattr(of, name, call)
+    return rb
+def batch(do):
+    calls.clear(); do()
+    out = []
+    for c in calls:
+        if not out or out[-1] != c: out.append(c)
+    return out
+def made(**how):
+    rb = TensorDictReplayBuffer(storage=ShmStorage(100, device="cuda:0", drain="caller"), batch_size=8, **how); rb.extend(td(0, 50))
+    return logged(rb)
+HANDED = [("mark", 1, "user"), ("follow", 0, "user"), ("used", 0, "user")]
+"""
+)
+
+
+def test_a_sample_is_made_beside_the_caller_s_stream_and_handed_to_it(over):
+    code = (
+        LOGGED
+        + (
+            "rb = made(); drawn = [('_fresh', 1, 'user'), ('stream', 1, 'user')]\n"
+            "assert batch(rb.sample) == drawn + HANDED, calls\n"
+            "assert [c[0] for c in calls].count('used') == 6, calls\n"
+            "s, info = rb.sample(return_info=True); assert right(s) and info['row_id'] is s['row_id']\n"
+            "assert batch(lambda: rb.sample(out=s)) == [('stream', 0, 'user')], calls\n"  # the rule of out=: after the caller's stream
+            "assert batch(lambda: rb[3:7]) == [('_fresh', 0, 'user'), ('stream', 0, 'user')], calls\n"
+            "for sampler in (PrioritizedSampler(100, alpha=0.7, beta=0.5), SliceSampler(slice_len=2, strict_length=False)):\n"
+            "    rb = made(sampler=sampler); got = batch(rb.sample)\n"
+            "    assert got[-3:] == HANDED and {c[1:] for c in got[:-3]} == {(1, 'user')}, calls"
+        )
+    )
+    over(code)
+
+
+def test_batches_ahead_are_made_beside_all_streams_and_handed_to_that_of_who_asks(over):
+    code = LOGGED + (
+        "def look(td):\n    told('transform'); return td\n"
+        "for rb in (made(prefetch=1), made(prefetch=1, transform=look), made(prefetch=1, collate_fn=look)):\n"
+        "    own = [('transform', 1, 'shmbuf-finish')] * bool(rb._touched)\n"
+        "    rb.sample(); rb.synchronize(); calls.clear(); first = rb.sample(); rb.synchronize()\n"
+        "    by = lambda who: [c for c in dict.fromkeys(calls) if c[2] == who]\n"
+        "    assert by('shmbuf-draw') == [('_fresh', 1, 'shmbuf-draw'), ('stream', 1, 'shmbuf-draw')], calls\n"
+        "    assert by('shmbuf-finish') == own + [('mark', 1, 'shmbuf-finish')], calls\n"
+        "    assert by('user') == [('follow', 0, 'user'), ('used', 0, 'user')], calls\n"
+        "    assert right(first); calls.clear(); s, info = rb.sample(return_info=True)\n"
+        "    assert [c[0] for c in calls if c[2] == 'user'].count('follow') == 2 and right(s), calls\n"
+        "    calls.clear(); n = 0\n"
+        "    for s in rb:\n        n += 1\n        if n == 3: break\n"
+        "    assert [c[0] for c in calls if c[2] == 'user'].count('follow') == 3, calls\n"
+        "    rb.close()\n"
+        "rb = made(transform=look); got = batch(rb.sample)\n"
+        "assert got == [('_fresh', 1, 'user'), ('stream', 1, 'user'), *HANDED, ('transform', 0, 'user')], calls"
+    )
+    over(code)
+
+
+def test_nothing_is_drawn_into_a_graph_that_is_being_captured(over):
+    code = TORCH + (
+        "from shmbuf.on_device import OnDevice\n"
+        "rb = TensorDictReplayBuffer(storage=ShmStorage(100, device='cuda:0'), batch_size=8); rb.extend(td(0, 50))\n"
+        "rb._storage._on = OnDevice(torch.device('cuda', 0)); torch.cuda.is_current_stream_capturing = lambda: True\n"
+        "def tried(f):\n    try: return f()\n    except Exception as e: return f'{type(e).__name__}: {e}'\n"
+        "said = tried(rb.sample); say(said); assert said.startswith('DeviceError') and 'graph' in said"
+    )
+    over(code)

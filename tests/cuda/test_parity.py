@@ -1,4 +1,5 @@
-"""The same operations on rows in the segment and on rows in device memory give the same rows, ids, draws and trajectories."""
+"""The same operations on rows in the segment and on rows in device memory give the same rows, ids, draws and trajectories. What is put from
+the device, and gathered to it, lies in memory of the driver's there; check_cuda has a GPU do the same."""
 
 from __future__ import annotations
 
@@ -9,18 +10,29 @@ import sys
 import numpy as np
 from shmbuf import Buffer, destroy
 from shmbuf._extension import native
-name, seed, big = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "big"
+from shmbuf.cuda import driver
+from tools.dev.cuda_smoke import Array
+name, seed, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+big = kind == "big"
+ours = driver.current(driver.by_index(0)); ours.__enter__()
 rng = np.random.default_rng(seed)
 schema = {"a": ("uint8", (int(rng.integers(1, 9)),)), "b": ("float32", (int(rng.integers(1, 70)),)), "k": "int64", "done": "bool", "h": ("float16", (3,)), "v": "float32"}
 if big:
     schema["image"] = ("uint8", (9000,))
-if seed % 2:
+if kind == "wide":  # rows of a multiple of 16 bytes, and columns of 16 and more first: moved by 16 bytes at a time
+    schema = {"a": ("float64", (32,)), "b": ("float64", (2,)), "k": "int64", "done": "bool", "h": ("uint8", (3,)), "v": "float32"}
+if kind == "many":  # more than a kernel takes at once
+    schema.update({f"m{i:02}": [("uint8", (1,)), "float32", ("int16", (3,))][i % 3] for i in range(70)})
+if seed % 2 and kind != "wide":
     schema["episode"] = "int32"
 capacity = int(rng.choice([7, 40, 1000]))
 how = dict(schema=schema, ring_bytes=1 << (18 if big else 14), drain="caller")
 host = Buffer.create(name + ".h", capacity, **how)
 dev = Buffer.create(name + ".d", capacity, device="cuda:0", **how)
 assert dev._handle.device_rows and not host._handle.device_rows
+if kind == "wide":
+    assert host._header["row_bytes"] % 16 == 0 and all(c.offset % 16 == 0 for c in host.schema.columns if c.nbytes >= 16), host.schema
+assert (len(host.schema.columns) > 64) == (kind == "many")
 both = (host, dev)
 for b in both:
     b.seed(5)
@@ -45,9 +57,13 @@ def same(x, y):
     return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.asarray(x).dtype.kind == "f")
 def submit(b, r, stream):
     if b is dev and rng_way:
-        kept = {i: np.ascontiguousarray(v) for i, v in r.items()}
-        columns = [(c.offset, c.nbytes, kept[c.key[-1]].ctypes.data) for c in b.schema.columns]
-        return b.submit_device(columns, len(r["k"]), False, 20.0, lambda ids, n: ids, (stream, None), 0).wait(20)
+        kept = {i: Array(v) for i, v in r.items()}
+        columns = [(c.offset, c.nbytes, kept[c.key[-1]].address) for c in b.schema.columns]
+        try:
+            return b.submit_device(columns, len(r["k"]), False, 20.0, lambda ids, n: ids, (stream, None), 0).wait(20)
+        finally:
+            for a in kept.values():
+                a.free()
     return b.put(r, stream=stream).wait(20)
 most = (how["ring_bytes"] // 2 - 32) // (host._header["row_bytes"] + 12)
 for step in range(60 if not big else 25):
@@ -89,13 +105,15 @@ for step in range(60 if not big else 25):
         assert same(av, bv) and same({i: v[av] for i, v in a.items()}, {i: v[bv] for i, v in b.items()})
         # outputs "on the device", a part of the columns, in places of their own
         columns = [c for c in dev.schema.columns if rng.random() < 0.6]
-        out = [np.zeros((len(ids), *c.shape), c.numpy) for c in columns]
+        out = [Array(np.zeros((len(ids), *c.shape), c.numpy)) for c in columns]
         done, at = np.zeros(len(ids), np.uint8), np.ascontiguousarray(ids.astype(np.int64))
         done[::3] = 1  # not asked for
-        dev._handle.gather_device([(c.offset, c.nbytes, o.ctypes.data) for c, o in zip(columns, out)], len(ids), at.ctypes.data, done.ctypes.data)
+        dev._handle.gather_device([(c.offset, c.nbytes, o.address) for c, o in zip(columns, out)], len(ids), at.ctypes.data, done.ctypes.data)
         right = host.gather(ids)
         assert done.all()
-        for c, o in zip(columns, out):
+        for c, a in zip(columns, out):
+            o = a.back()
+            a.free()
             mine = np.arange(len(ids)) % 3 != 0
             assert same(o[mine], right[c.key[-1]][mine]) and not o[~mine].astype(bool).any(), c
 assert [t[:2] for t in zip(*host._handle.trajectories())] == [t[:2] for t in zip(*dev._handle.trajectories())]
@@ -105,10 +123,9 @@ for b in both:
 """
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_rows_of_a_device_are_as_rows_of_the_host(over, name, seed):
-    over(CODE, name, seed, "small", STANDIN_DELAY_US="20")
+CASES = [*((seed, "small") for seed in range(6)), (11, "big"), (12, "wide"), (13, "many"), (14, "wide")]
 
 
-def test_long_rows(over, name):
-    over(CODE, name, 11, "big", STANDIN_DELAY_US="20")
+@pytest.mark.parametrize(("seed", "kind"), CASES)
+def test_rows_of_a_device_are_as_rows_of_the_host(over, name, seed, kind):
+    over(CODE, name, seed, kind, STANDIN_DELAY_US="20" if kind != "many" else "0")

@@ -51,6 +51,16 @@ def gone(pid) -> bool:
     return len(threads) < 2 and segment.process_state(pid) in (None, "Z")
 
 
+def test_memory_of_a_steward_is_whole_blocks(begin, name):
+    """An IPC handle opens the driver's whole block to others: nothing else of its maker lies in it."""
+    maker = begin(MAKER, name, STANDIN_VMM="0")
+    assert line(maker) == "made"
+    handle = segment.attach(name, watch=True)
+    assert handle.header["device_kind"] == 2 and handle.header["device_bytes"] == 2 << 20
+    handle.close()
+    assert ask(maker, "stored(b)") == TEN
+
+
 # ---- from process to process ---------------------------------------------------------------------------------------
 
 
@@ -141,37 +151,44 @@ def test_only_the_same_user_is_handed_it(begin, python, name):
     maker = begin(MAKER, name)
     assert line(maker) == "made"
     handle = segment.attach(name, watch=True)
-    address = sharing.address_of(handle.header["instance_id"], handle.members()[0]["member"])
+    address = sharing.address_of(handle.header["instance_id"], handle.members()[0])
     handle.close()
     code = (
         "import os, socket, sys; os.setuid(int(sys.argv[2])); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(30)\n"
-        "s.connect(chr(0) + sys.argv[1]); print(len(socket.recv_fds(s, 4096, 1)[0]))"
+        "s.connect(chr(0) + sys.argv[1]); p, fds, *_ = socket.recv_fds(s, 4096, 1); print(len(p) > 50, len(fds))"
     )
-    assert int(python(code, address[1:], 0)) > 0
-    assert python(code, address[1:], 12345) == "0"
+    assert python(code, address[1:], 0) == "True 1"
+    assert python(code, address[1:], 12345) == "False 0"
 
 
 # ---- stewards ------------------------------------------------------------------------------------------------------
 
 
-def test_a_steward_keeps_rows_while_nobody_else_does(begin, name, driver):
-    maker = begin(MAKER, name)
-    assert line(maker) == "made"
+@contextlib.contextmanager
+def begin_steward(name, driver):
+    """One that keeps the memory, when it has it."""
     env = {**os.environ, **driver}
     steward = subprocess.Popen(
         [sys.executable, "-m", "shmbuf.cuda.steward", name], env=env, stdout=subprocess.PIPE, text=True
     )
     try:
         assert "keeps" in steward.stdout.readline()
+        yield steward
+    finally:
+        steward.kill()
+        steward.communicate()
+
+
+def test_a_steward_keeps_rows_while_nobody_else_does(begin, name, driver):
+    maker = begin(MAKER, name)
+    assert line(maker) == "made"
+    with begin_steward(name, driver) as steward:
         maker.kill()
         maker.wait()
         user = begin(USER, name)
         assert line(user) == "attached cuda:0" and ask(user, "stored(b)") == TEN
         assert ask(user, "b.destroy()") == "None"  # a steward does not count as attached
         assert steward.wait(60) == 0
-    finally:
-        steward.kill()
-        steward.communicate()
 
 
 def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
@@ -307,10 +324,10 @@ def test_a_fork_child_that_lives_on_keeps_no_memory_and_holds_nobody_up(begin, n
     assert line(maker) == "made"
     child = int(ask(maker, "child"))
     try:
-        assert device_files(maker.pid) == 2
+        assert device_files(maker.pid) == 3  # the driver has its own of them, and of what it stages
         maker.kill()
         maker.wait()
-        until(lambda: device_files(child) == 1)  # the driver's own
+        until(lambda: device_files(child) == 2)  # the driver's own
         user = begin(USER, name)
         user.stdout.readline()
         user.wait(60)

@@ -193,7 +193,7 @@ def _on_device(name: str) -> list[Buffer]:
     buf = _create(name, schema=None)
     schema = Schema.from_spec(SCHEMA)
     marks, handle = resolve(schema, buf.config["streams"]), buf._handle
-    home = (1, bytes(range(16)), native.device_bytes(CAPACITY, schema.row_bytes, 2, RING), b"", 2)
+    home = (1, bytes(range(16)), native.device_bytes(CAPACITY, schema.row_bytes, 2, RING), 2)
     assert handle.try_lock_build()
     assert handle.build(schema.to_bytes(), schema.row_bytes, len(schema.columns), *marks.native(), home) == 0
     handle.unlock_build()

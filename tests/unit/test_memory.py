@@ -14,6 +14,7 @@ import pytest
 
 from shmbuf import Buffer, NotEnoughMemory, memory, segment
 from shmbuf._extension import native
+from shmbuf.schema import Schema
 from tests.unit.helpers import SPEC, open_files, raw, rows, same, stored
 
 # ---- too little memory, by faked figures ---------------------------------------------------------------------------
@@ -408,3 +409,10 @@ def test_everything_else_in_the_file_stays_untouched_by_odd_row_sizes(make_name)
                 buf.put({"x": data[i : i + 1]})
             buf.drain()
             assert raw(stored(buf)["x"]) == raw(data[17:]) and same(buf.gather([20]), {"x": data[20:21]})
+
+
+@pytest.mark.parametrize("ring", [1 << 20, 1 << 33])
+def test_device_memory_is_the_rows_and_the_rings(ring):
+    schema = Schema.from_spec({"x": ("uint8", (1000,))})
+    found = memory.of(schema, 4096, 8, ring, False, device_rings=3)
+    assert found.device == 4096 * schema.row_bytes + 3 * ring

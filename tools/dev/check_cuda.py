@@ -1,8 +1,10 @@
 """``make check-cuda``: everything about device memory that a GPU has to show, as one table, in less than five minutes.
 
-The tests of host storages over a device; deaths of a collector, a learner, the writer and the steward; two learners beside two
-collectors; and figures, each beside its floor: the bytes that have to move over the bandwidth measured in this run. ``ARGS=--standin`` runs
-it over the stand-in driver, where there is no GPU: then the figures mean nothing. Exit status 1: something failed or is too slow.
+First what needs no torch and half a minute (cuda_smoke.py); then figures, each beside its floor: the bytes that have to move over the
+bandwidth measured in this run; then two learners beside two collectors; deaths of a collector, a learner, the writer and the steward;
+the same rows as on the host, at random; a suite on a GPU's tensors; and the tests of host storages over a device, in what is left of
+five minutes. ``ARGS=--standin`` runs it over the stand-in driver, where there is no GPU: then the figures mean nothing. Exit status 1:
+something failed or is too slow.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
+
+from tools.dev.cuda_smoke import Array, Kernels, Line, smoke
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CONFORMANCE = (
@@ -38,13 +42,6 @@ ROW = {"obs": ("float32", (64,)), "next": {"obs": ("float32", (64,))}, "k": "int
 ROW_BYTES = 518
 
 
-class Line(NamedTuple):
-    what: str
-    got: str
-    wanted: str
-    good: bool | None  # None: not judged
-
-
 class Sizes(NamedTuple):
     """Of the run: a GPU's, or the stand-in's."""
 
@@ -54,10 +51,19 @@ class Sizes(NamedTuple):
     copied: int  # bytes, to measure a bandwidth by
     repeats: int
     seconds: float
+    large: int  # rows of one large extend
+    large_ring: int
 
 
-GPU = Sizes(1_000_000, 32_768, 4_096, 1 << 30, 50, 8.0)
-STANDIN = Sizes(20_000, 2_048, 512, 16 << 20, 5, 3.0)
+GPU = Sizes(1_200_000, 32_768, 4_096, 1 << 30, 50, 8.0, 1 << 20, 2 << 30)
+STANDIN = Sizes(20_000, 2_048, 512, 16 << 20, 5, 3.0, 4_096, 8 << 20)
+BUDGET = 300.0  # seconds for everything
+BEGAN = time.monotonic()
+
+
+def left() -> float:
+    """Seconds of the budget, at least a minute."""
+    return max(60.0, BUDGET - 10 - (time.monotonic() - BEGAN))
 
 
 # ---- rows and workers ------------------------------------------------------------------------------------------------
@@ -96,6 +102,10 @@ def worker(role: str, name: str, n: int, seconds: float) -> None:
 
     rb = shmbuf.attach(name)
     device, moved, since, told = rb._storage.device, 0, time.monotonic(), 0.0
+    by_ring = {True: 0, False: 0}
+    if role == "collect":
+        _count(rb, by_ring)
+        rb.extend(rows(0, n, device))  # has its device ring, if there is one
     print("ready", flush=True)
     if role.startswith("timed"):
         sys.stdin.readline()
@@ -112,43 +122,112 @@ def worker(role: str, name: str, n: int, seconds: float) -> None:
         if now - told > 0.2 and role in ("collect", "learn"):
             told = now
             print(f"{now} {moved}", flush=True)
-    print(json.dumps({"rows_a_second": moved / (time.monotonic() - since)}), flush=True)
+    rate = moved / (time.monotonic() - since)
+    print(json.dumps({"rows_a_second": rate, "device_ring": bool(by_ring[True]) and not by_ring[False]}), flush=True)
     rb.close()
 
 
+def _count(rb: Any, by_ring: dict[bool, int]) -> None:
+    """Puts through a device ring of this process, and those that got none."""
+    on = rb._storage._on
+    if on is None:
+        return
+    put = on.put
+
+    def counted(*args: Any) -> Any:
+        ticket = put(*args)
+        by_ring[ticket is not None] += 1
+        return ticket
+
+    on.put = counted
+
+
 @contextmanager
-def started(role: str, name: str, n: int, seconds: float) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "tools.dev.check_cuda", "--worker", role, name, str(n), str(seconds)]
-    p = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def crew(roles: Sequence[str], name: str, n: int, seconds: float) -> Iterator[list[subprocess.Popen]]:
+    """Workers, all at once: each imports torch first."""
+    command = [sys.executable, "-m", "tools.dev.check_cuda", "--worker"]
+    begun = [
+        subprocess.Popen(
+            [*command, role, name, str(n), str(seconds)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for role in roles
+    ]
     try:
-        if p.stdout.readline() != "ready\n":  # type: ignore[union-attr]
-            raise RuntimeError(f"worker {role} did not begin")
-        yield p
+        for role, p in zip(roles, begun, strict=True):
+            if p.stdout.readline() != "ready\n":  # type: ignore[union-attr]
+                raise RuntimeError(f"worker {role} did not begin")
+        yield begun
     finally:
-        p.kill()
-        p.communicate()
+        for p in begun:
+            p.kill()
+            p.communicate()
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
-def conformance(standin: bool) -> Iterator[Line]:
+def tested(what: str, files: list[str], seconds: float, *options: str, **more: str) -> Line:
+    """By pytest."""
     import importlib.util
 
-    files = [f"tests/unit/test_{name}.py" for name in CONFORMANCE]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.cuda.conformance", "--timeout", "100", "-x", *files]
-    if importlib.util.find_spec("xdist") is not None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "100",
+        "-x",
+        *options,
+        *files,
+    ]
+    if len(files) > 1 and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(8, os.cpu_count() or 1))]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "SHMBUF_NATIVE": "failpoints"},
-        check=False,
-    )
-    last = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
-    yield Line("tests of host storages, over a device", re.sub(r"=+ ?", "", last), "all pass", done.returncode == 0)
+    env = {**os.environ, "SHMBUF_NATIVE": "failpoints", **more}
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Line(what, f"not through in {seconds:.0f} s", "all pass", False)
+    said = done.stdout.strip().splitlines() or [done.stderr[-200:]]
+    failed = [line for line in said if line.startswith("FAILED")]
+    return Line(what, " ".join([re.sub(r"=+ ?", "", said[-1]), *failed[:3]]), "all pass", done.returncode == 0)
+
+
+def conformance(size: Sizes) -> Iterator[Line]:
+    files = [f"tests/unit/test_{name}.py" for name in CONFORMANCE]
+    yield tested("tests of host storages, over a device", files, left(), "-p", "tests.cuda.conformance")
+
+
+def tensors(size: Sizes) -> Iterator[Line]:
+    """On tensors of the device."""
+    yield tested("the suite on a GPU's tensors", ["tests/cuda/test_on_gpu.py"], left(), SHMBUF_TEST_GPU="1")
+
+
+def parity(size: Sizes) -> Iterator[Line]:
+    from tests.cuda.test_parity import CASES, CODE
+
+    cases = CASES[:2] + CASES[6:] if size is STANDIN else CASES
+    bad = []
+    for seed, kind in cases:
+        name = f"check.{os.getpid()}.{seed}"
+        p = subprocess.run(
+            [sys.executable, "-c", CODE, name, str(seed), kind],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=left(),
+        )
+        if p.returncode:
+            bad.append(f"{kind} {seed}: {(p.stderr.strip().splitlines() or ['killed'])[-1]}")
+    text = "; ".join(bad)[:400] or f"{len(cases)} random runs"
+    yield Line("rows of the device as rows of the host", text, "the same", not bad)
 
 
 def goes_on(p: subprocess.Popen, since: float) -> bool:
@@ -164,34 +243,26 @@ def goes_on(p: subprocess.Popen, since: float) -> bool:
 
 def deaths(size: Sizes) -> Iterator[Line]:
     """One of each is killed; the others go on, and what they read is right."""
-    for victim in ("collector", "learner", "writer", "keeping steward"):
-        name = f"check.{os.getpid()}"
-        with ExitStack() as stack:
-            rb = stack.enter_context(make(size, name, drain="process"))
-            stack.callback(rb.buffer.destroy, force=True)
-            rb.extend(rows(0, size.extended, rb._storage.device))
-            others = [stack.enter_context(started(r, name, 256, 60)) for r in ("collect", "learn", "collect", "learn")]
-            steward = subprocess.Popen(
-                [sys.executable, "-m", "shmbuf.cuda.steward", name], stdout=subprocess.PIPE, text=True
-            )
-            stack.callback(steward.kill)
-            steward.stdout.readline()  # type: ignore[union-attr]
-            doomed = {
-                "collector": others[0],
-                "learner": others[1],
-                "writer": rb.buffer._drain_process,
-                "keeping steward": steward,
-            }[victim]
-            doomed.send_signal(signal.SIGKILL)
-            doomed.wait()
+    name = f"check.{os.getpid()}"
+    with ExitStack() as stack:
+        rb = stack.enter_context(make(size, name, drain="process"))
+        stack.callback(rb.buffer.destroy, force=True)
+        rb.extend(rows(0, size.extended, rb._storage.device))
+        alive = stack.enter_context(crew(("collect", "learn", "collect", "learn"), name, 256, 150))
+        steward = subprocess.Popen(
+            [sys.executable, "-m", "shmbuf.cuda.steward", name], stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(steward.kill)
+        steward.stdout.readline()  # type: ignore[union-attr]
+        doomed = {"collector": alive[0], "learner": alive[1], "writer": rb.buffer._drain_process}
+        for victim, p in {**doomed, "keeping steward": steward}.items():
+            p.send_signal(signal.SIGKILL)
+            p.wait()
             since = time.monotonic()
-            on = [goes_on(p, since) for p in others if p is not doomed]
-            yield Line(
-                f"{victim} killed",
-                f"{sum(on)} of {len(on)} others go on, rows right",
-                "all",
-                all(on) and right(rb.sample()),
-            )
+            alive = [other for other in alive if other is not p]
+            on = [goes_on(other, since) for other in alive]
+            text = f"{sum(on)} of {len(on)} others go on, rows right"
+            yield Line(f"{victim} killed", text, "all", all(on) and right(rb.sample()))
 
 
 def lost_steward(size: Sizes) -> Iterator[Line]:
@@ -223,19 +294,23 @@ def lost_steward(size: Sizes) -> Iterator[Line]:
 def together(size: Sizes) -> Iterator[Line]:
     name = f"check.{os.getpid()}"
     with ExitStack() as stack:
-        rb = stack.enter_context(make(size, name))
+        rb = stack.enter_context(make(size, name, device_rings=3))  # one of them is the maker's
         stack.callback(rb.buffer.destroy, force=True)
         rb.extend(rows(0, size.extended, rb._storage.device))
         roles = ("collect", "collect", "learn", "learn")
-        workers = [stack.enter_context(started(r, name, size.extended, size.seconds)) for r in roles]
+        workers = stack.enter_context(crew(roles, name, size.extended, size.seconds))
         rates = []
         for role, p in zip(roles, workers, strict=True):
             last = [line for line in p.stdout if line.startswith("{") or "torn" in line]  # type: ignore[union-attr]
             good = bool(last) and last[-1].startswith("{")
-            rates.append((role, json.loads(last[-1])["rows_a_second"] if good else 0.0, good and p.wait() == 0))
-        for role, rate, good in rates:
-            what = "2 collectors + 2 learners: " + ("collected" if role == "collect" else "sampled and checked")
-            yield Line(what, f"{rate:,.0f} rows/s", "rows right", good)
+            told = json.loads(last[-1]) if good else {"rows_a_second": 0.0, "device_ring": False}
+            rates.append((role, told["rows_a_second"], told["device_ring"], good and p.wait() == 0))
+        for role, rate, by_ring, good in rates:
+            if role == "collect":
+                text = f"{rate:,.0f} rows/s, {'each through its' if by_ring else 'NOT all through a'} device ring"
+                yield Line("2 collectors + 2 learners: collected", text, "a device ring each", good and by_ring)
+            else:
+                yield Line("2 collectors + 2 learners: sampled, checked", f"{rate:,.0f} rows/s", "rows right", good)
 
 
 class Meter:
@@ -275,14 +350,40 @@ class Meter:
         return size.copied // 4 / self.seconds(lambda: b.copy_(a, non_blocking=True), size.repeats)
 
 
+def kernel_seconds(storage: Any, n: int, lo: int, hi: int, repeats: int) -> tuple[float, float]:
+    """Of the gather of n rows of the storage: the kernel on the device's clock; and of one that moves a single row."""
+    import numpy as np
+
+    from tests.cuda.test_kernels import parameter
+
+    schema, capacity = storage.schema(), storage.buffer.capacity
+    base, row_bytes = storage.buffer._handle.device_rows, schema.row_bytes
+    times = []
+    with Kernels() as kernels:
+        for count in (n, 1):
+            at = (np.random.default_rng(0).integers(lo, hi, count) % capacity).astype(np.uint32)
+            slots, outs = Array(at), [Array(np.zeros((count, *c.shape), c.numpy)) for c in schema.columns]
+            columns = []
+            for c, o in zip(schema.columns, outs, strict=True):
+                aligned = row_bytes | c.offset | c.nbytes | base | o.address | 16
+                shift = (aligned & -aligned).bit_length() - 1
+                columns.append((o.address, c.offset, c.nbytes, shift, c.nbytes))
+            move, blocks = parameter(base, 0, 2**64 - 1, slots.address, 0, row_bytes, count, columns)
+            times.append(kernels.gather_seconds(move, blocks, repeats))
+            for a in (slots, *outs):
+                a.free()
+    return times[0], times[1]
+
+
 def figures(size: Sizes) -> Iterator[Line]:
     import numpy as np
 
     with make(size, f"check.{os.getpid()}") as rb:
         try:
             storage = rb._storage
+            rb.extend(rows(0, 1, "cpu"))
             meter = Meter(storage.device)
-            rb.extend(rows(0, size.extended, storage.device))
+            rb.extend(rows(1, size.extended - 1, storage.device))
             for at in range(size.extended, size.capacity, size.extended):
                 rb.put(rows(at, size.extended, storage.device))
             rb.extend(rows(0, 1, storage.device))
@@ -291,6 +392,11 @@ def figures(size: Sizes) -> Iterator[Line]:
 
             n = size.gathered
             lo, hi = rb.buffer.window
+            kernel, latency = kernel_seconds(storage, n, lo, hi, size.repeats)
+            floor = 2 * n * ROW_BYTES / bandwidth
+            text = f"{kernel * 1e6:,.1f} µs, {kernel / floor:.1f} × the floor of {floor * 1e6:,.1f} µs; of one row {latency * 1e6:,.1f} µs"
+            yield Line(f"gather of {n:,} rows × {ROW_BYTES} B: the kernel", text, "≤ 2 ×", kernel <= 2 * floor)
+
             ids = np.random.default_rng(0).integers(lo, hi, n)
             gathering = storage.gathering(n)
             done = np.zeros(n, np.uint8)
@@ -299,27 +405,20 @@ def figures(size: Sizes) -> Iterator[Line]:
                 done[:] = 0
                 assert gathering.fetch(ids, done) == n
 
-            took, floor = meter.seconds(gather, size.repeats), 2 * n * ROW_BYTES / bandwidth
-            text = f"{took * 1e6:,.0f} µs, {took / floor:.1f} × the floor of {floor * 1e6:,.1f} µs"
-            yield Line(
-                f"gather of {n:,} rows × {ROW_BYTES} B",
-                text,
-                "≤ 2 × and ≤ 150 µs",
-                took <= 2 * floor and took <= 150e-6,
-            )
+            took = meter.seconds(gather, size.repeats)
+            yield Line("… the whole call", f"{took * 1e6:,.0f} µs", "≤ 150 µs", took <= 150e-6)
             took = meter.seconds(rb.sample, size.repeats)
             yield Line(f"sample({n:,}), with numbers", f"{took * 1e6:,.0f} µs", "", None)
-
-            new = rows(0, size.extended, storage.device)
-            took, floor = meter.seconds(lambda: rb.extend(new), size.repeats), 4 * size.extended * ROW_BYTES / bandwidth
-            text = f"{took * 1e6:,.0f} µs, {took / floor:.1f} × the floor of {floor * 1e6:,.1f} µs (into the ring, into the rows)"
-            yield Line(f"device to device extend of {size.extended:,} rows", text, "≤ 2 ×", took <= 2 * floor)
+            yield extended(rb, size.extended, meter, bandwidth, latency, size.repeats)._replace(good=None)
 
             one, three = sampled(rb.buffer.name, n, size, 1), sampled(rb.buffer.name, n, size, 3)
             text = f"{three / one:.2f} × one's {one * ROW_BYTES / 1e9:,.1f} GB/s"
             yield Line("three processes sampling", text, "≥ 0.9 ×", three >= 0.9 * one)
         finally:
             rb.buffer.destroy(force=True)
+    with make(size, None, ring_bytes=size.large_ring, device_rings=1) as rb:
+        rb.extend(rows(0, 1, "cpu"))
+        yield extended(rb, size.large, meter, bandwidth, latency, max(3, size.repeats // 10))
     if not meter.cuda:
         yield Line("host storage to device batches", "needs a GPU", "≥ 0.8 × the link", None)
         return
@@ -328,16 +427,28 @@ def figures(size: Sizes) -> Iterator[Line]:
         for at in range(0, 200_000, 8192):
             rb.extend(rows(at, 8192, "cpu"))
         rb._set_prefetch(3)
-        took = meter.seconds(lambda: rb.sample(device="cuda"), size.repeats)
-        rate = n * ROW_BYTES / took
+        batches = 2 * size.repeats
+
+        def flow() -> None:  # nobody waits for a batch before the next is asked for: two and more are under way
+            for _ in range(batches):
+                rb.sample(device="cuda")
+
+        rate = batches * n * ROW_BYTES / meter.seconds(flow, 3)
         text = f"{rate / 1e9:,.1f} GB/s, {rate / link:.2f} × the link's {link / 1e9:,.1f}"
         yield Line("host storage to device batches", text, "≥ 0.8 × the link", rate >= 0.8 * link)
 
 
+def extended(rb: Any, n: int, meter: Meter, bandwidth: float, latency: float, repeats: int) -> Line:
+    """Device to device. Its floor: every byte is read and written twice, into the ring and into the rows; two launches."""
+    new = rows(0, n, rb._storage.device)
+    took, floor = meter.seconds(lambda: rb.extend(new), repeats), 4 * n * ROW_BYTES / bandwidth
+    text = f"{took * 1e6:,.0f} µs, {took / (floor + 2 * latency):.1f} × the floor of {floor * 1e6:,.1f} µs + {2 * latency * 1e6:,.1f} µs of launches"
+    return Line(f"device to device extend of {n:,} rows", text, "≤ 2 ×", took <= 2 * (floor + 2 * latency))
+
+
 def sampled(name: str, n: int, size: Sizes, processes: int) -> float:
     """Rows a second of all together."""
-    with ExitStack() as stack:
-        workers = [stack.enter_context(started("timed", name, n, size.seconds / 2)) for _ in range(processes)]
+    with crew(["timed"] * processes, name, n, size.seconds / 2) as workers:
         for p in workers:
             p.stdin.write("go\n")  # type: ignore[union-attr]
             p.stdin.flush()  # type: ignore[union-attr]
@@ -351,7 +462,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--standin", action="store_true", help="over the stand-in driver of tests/cuda")
     parser.add_argument(
-        "--without", nargs="*", default=[], metavar="PART", help="conformance, deaths, lost_steward, together, figures"
+        "--without",
+        nargs="*",
+        default=[],
+        metavar="PART",
+        help="smoke, figures, together, deaths, lost_steward, parity, tensors, conformance",
     )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -377,15 +492,19 @@ def main(argv: list[str] | None = None) -> int:
     for column in ("what", "got", "wanted", ""):
         table.add_column(column, overflow="fold")
     parts: dict[str, Callable[[], Iterator[Line]]] = {
+        "smoke": smoke,
         "figures": lambda: figures(size),
         "together": lambda: together(size),
         "deaths": lambda: deaths(size),
         "lost_steward": lambda: lost_steward(size),
-        "conformance": lambda: conformance(args.standin),
+        "parity": lambda: parity(size),
+        "tensors": lambda: tensors(size),
+        "conformance": lambda: conformance(size),
     }
     for part, lines in parts.items():
         if part in args.without:
             continue
+        since = time.monotonic()
         try:
             for line in lines():
                 judged = line.good if part != "figures" or not args.standin else None
@@ -397,6 +516,14 @@ def main(argv: list[str] | None = None) -> int:
             failed += 1
             table.add_row(part, f"{type(e).__name__}: {e}", "", "[red]no[/]")
             print(f"{part}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        took, within = time.monotonic() - since, 30.0 if part == "smoke" and not args.standin else None
+        failed += within is not None and took > within
+        table.add_row(
+            f"[dim]{part}: {took:.0f} s[/]", "", "" if within is None else f"≤ {within:.0f} s", "", end_section=True
+        )
+        print(f"{time.monotonic() - began:5.0f} s  == {part}: {took:.1f} s", file=sys.stderr, flush=True)
+        if part == "smoke" and failed:
+            break  # nothing else can work
     table.caption = f"{time.monotonic() - began:.0f} s; {failed or 'nothing'} failed"
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(failed > 0)
