@@ -443,8 +443,9 @@ class Storage:
                 found = steps.segments(envs)
                 episodes, short = steps.episodes(found), int((found.steps == 1).sum())
             self._pusher.push(episodes, wait=wait)
-        except SchemaError as e:
-            raise SchemaError(f"{e}\nThe steps are kept; drop_one_episode({env_id!r}) forgets them") from e.__cause__
+        except ValueError as e:  # rows that cannot be, also of a custom function
+            kind = SchemaError if isinstance(e, SchemaError) else ValueError
+            raise kind(f"{e}\nThe steps are kept; drop_one_episode({env_id!r}) forgets them") from e
         finally:
             if self._pusher.took:
                 steps.forget(envs)  # type: ignore[arg-type]
