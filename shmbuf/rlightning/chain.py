@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shmbuf.rlightning.types import ENV_FIELDS, BFloat16, EnvRet, PolicyResponse
+from shmbuf.schema import DTYPES
 
 __all__ = [
     "default_env_ret_preprocess_fn",
@@ -26,6 +27,33 @@ __all__ = [
 
 
 NUMBERS = (bool, int, float, np.generic)
+
+
+def is_number(value: Any) -> bool:
+    """One that has no dtype of its own, or one that an array of such may go on with: Python's and numpy's."""
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+    )
+
+
+FLOATS = frozenset(name for name in DTYPES if getattr(torch, name).is_floating_point or getattr(torch, name).is_complex)
+_INTS = {name: torch.iinfo(getattr(torch, name)) for name in DTYPES if name not in FLOATS and name != "bool"}
+_RANGE = {name: (i.min, i.max) for name, i in _INTS.items()}
+
+
+def fits(value: Any, dtype: str) -> bool:
+    """Whether a number can be stored so: of floats no more is lost than of Python's, of others nothing."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if dtype == "bool":
+        return bool(value in (0, 1))
+    if dtype in FLOATS:
+        return isinstance(value, float) or abs(value) < 1 << 127
+    least, most = _RANGE[dtype]
+    return isinstance(value, int) and least <= value <= most
+
+
+_NONE: Mapping[tuple[str, ...], str] = {}
 
 
 def identity(value: Any) -> Any:
@@ -94,14 +122,21 @@ def default_postprocess_fn(episode: Mapping[str, Sequence[Any]]) -> dict[str, An
     "next_observation"; all others are of the row's own step, so what the policy answered last is not stored.
     Python floats become float32, integers int64, bools bool.
     """
+    return rows_of(episode, {})
+
+
+def rows_of(episode: Mapping[str, Sequence[Any]], scalars: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
+    """`default_postprocess_fn`, with the dtypes that numbers become under keys of rows, where these are decided."""
     out: dict[str, Any] = {}
     for name, values in episode.items():
         for where, step in places(name):  # what is not stored need not fit: after a reset, last_… may be anything
-            out[where] = stack(name, values[1:] if step else values[:-1])
+            out[where] = stack(name, values[1:] if step else values[:-1], (where,), scalars)
     return out
 
 
-def stack(name: str, values: Sequence[Any]) -> Any:
+def stack(
+    name: str, values: Sequence[Any], key: tuple[str, ...] = (), scalars: Mapping[tuple[str, ...], str] = _NONE
+) -> Any:
     """Values of all steps as one tensor, or a nested dict of them. ValueError names the key of those that cannot be."""
     first = values[0]
     if isinstance(first, Mapping):
@@ -109,7 +144,13 @@ def stack(name: str, values: Sequence[Any]) -> Any:
         if odd is not None:
             shown = list(odd) if isinstance(odd, Mapping) else type(odd).__name__
             raise ValueError(f"key {name!r}: the first step has {list(first)}, another {shown}")
-        return {k: stack(f"{name}.{k}", [v[k] for v in values]) for k in first}
+        return {k: stack(f"{name}.{k}", [v[k] for v in values], (*key, k), scalars) for k in first}
+    if key in scalars and all(is_number(v) for v in values):
+        dtype = scalars[key]
+        if (odd := next((v for v in values if not fits(v, dtype)), None)) is not None:
+            raise ValueError(f"key {name!r}: got the {type(odd).__name__} {odd!r}, expected {dtype}")
+        plain = [v.item() if isinstance(v, np.generic) else v for v in values]
+        return torch.tensor(plain, dtype=getattr(torch, dtype))
     if all(isinstance(v, NUMBERS) for v in values) and (
         len({type(v) for v in values}) > 1 or not isinstance(first, np.generic)
     ):

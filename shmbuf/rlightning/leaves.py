@@ -15,6 +15,8 @@ from shmbuf.rows import as_array
 from shmbuf.schema import Column, Key, as_key, dtype_name, show_key
 from shmbuf.tensors import as_numpy, plain
 
+OWN = "episode"  # the storage's own numbers of each row
+
 
 class Leaf(NamedTuple):
     """Of dtypes that numpy lacks the array has the raw bits."""

@@ -12,8 +12,7 @@ from tensordict import TensorDict
 
 from shmbuf.reading import address_of
 from shmbuf.rlightning.index import EpisodeIndex, fetched
-from shmbuf.rlightning.leaves import as_tensors
-from shmbuf.rlightning.pushing import OWN
+from shmbuf.rlightning.leaves import OWN, as_tensors
 from shmbuf.schema import Column, Schema, nest
 from shmbuf.storage import ShmStorage
 

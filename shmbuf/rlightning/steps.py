@@ -14,7 +14,8 @@ import torch
 from tensordict import is_tensor_collection
 
 from shmbuf.errors import SchemaError
-from shmbuf.rlightning.chain import NUMBERS, default_postprocess_fn, places
+from shmbuf.rlightning.chain import default_postprocess_fn, is_number, places, rows_of
+from shmbuf.rlightning.fitting import Stored
 from shmbuf.rlightning.leaves import Leaf, as_leaf, as_tensors, column, leaves_of
 from shmbuf.schema import Column, Key, show_key
 
@@ -93,8 +94,9 @@ def ended(step: Mapping[str, Any]) -> Any:
 class SingleSteps:
     """Of one environment."""
 
-    def __init__(self, postprocess: Postprocess, ends: bool):
-        """ends: steps are looked at for flags that end their episode."""
+    def __init__(self, postprocess: Postprocess, ends: bool, stored: Stored | None = None):
+        """ends: steps are looked at for flags that end their episode. stored: what the default postprocess' rows have to fit."""
+        self._stored = Stored() if stored is None else stored
         self._postprocess, self._default, self._ends = postprocess, postprocess is default_postprocess_fn, ends
         self._steps: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -104,11 +106,12 @@ class SingleSteps:
         return len(self._steps)
 
     def append(self, step: Mapping[str, Any]) -> bool:
-        """True: the episode ended with it. SchemaError: it is not made as those before; nothing was kept."""
+        """True: the episode ended with it. SchemaError: it is not made as those before, or as rows are; nothing was kept."""
         names = stored_names(step, not self._default)
         if self._steps and set(names) != set(self._names):
             raise SchemaError(_difference(names, self._names))
-        found = dict(_kinds({k: step[k] for k in names}, not self._steps)) if self._default else {}
+        numbers: dict[Key, Any] = {}
+        found = dict(_kinds({k: step[k] for k in names}, not self._steps, numbers)) if self._default else {}
         if len(self._steps) > 1 and found.keys() != self._seen.keys():
             raise SchemaError(_difference([*map(show_key, found)], [*map(show_key, self._seen)]))
         for key, kind in found.items():
@@ -116,6 +119,9 @@ class SingleSteps:
                 raise SchemaError(
                     f"key {show_key(key)}: got {_show(kind)}, its episode has {_show(self._seen[key])}. Nothing was stored"
                 )
+        if self._default:
+            silent = () if self._steps else tuple(k for k in names if is_dummy((k,)))
+            self._stored.require({k: kind for k, kind in found.items() if kind is not None}, numbers, silent)
         done = self._ends and bool(np.any(ended(step)))
         if not self._steps:
             self._names, self._seen = names, {}
@@ -127,24 +133,25 @@ class SingleSteps:
         """Of what there is, as rows; one step makes none. Nothing is forgotten yet: `forget`."""
         if len(self._steps) < 2:
             return []
-        values = {name: [_tensor(step[name]) for step in self._steps] for name in self._names}
+        values = {name: [_tensor(step[name], self._default) for step in self._steps] for name in self._names}
         try:
-            return [of_rows(self._postprocess(values))]
+            return [of_rows(rows_of(values, self._stored.scalars()) if self._default else self._postprocess(values))]
         except (ValueError, RuntimeError) as e:
             if self._default and not isinstance(e, SchemaError):
                 raise SchemaError(f"{e}. Nothing was stored") from None
             raise
 
     def forget(self, envs: None = None) -> None:
-        self._steps = []
+        self._steps, self._seen = [], {}
 
 
-def _kinds(step: Mapping[str, Any], first: bool) -> Iterator[tuple[Key, Any]]:
-    """Dtype and shape of each leaf that goes into a row; numbers are all alike."""
+def _kinds(step: Mapping[str, Any], first: bool, numbers: dict[Key, Any]) -> Iterator[tuple[Key, Any]]:
+    """Dtype and shape of each leaf that goes into a row; numbers, which are told besides, are all alike."""
     for key, value in leaves_of(step):
         if first and is_dummy(key):
             continue
-        if isinstance(value, NUMBERS):
+        if is_number(value):
+            numbers[key] = value
             yield key, None
         else:
             leaf = as_leaf(key, value)
@@ -160,9 +167,12 @@ def is_dummy(key: Key) -> bool:
     return [step for _, step in places(key[0])] == [1]
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: Any, flat: bool) -> Any:
+    """flat: TensorDicts become dicts."""
     if isinstance(value, Mapping):
-        return {k: _tensor(v) for k, v in value.items()}
+        return {k: _tensor(v, flat) for k, v in value.items()}
+    if flat and is_tensor_collection(value) and not isinstance(value, torch.Tensor):
+        return {k: _tensor(value.get(k), flat) for k in list(value.keys())}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufcV":
         leaf = as_leaf(("value",), value)
         return as_tensors(np.require(leaf.array, leaf.array.dtype.newbyteorder("="), ["C", "W"]), leaf.dtype)
@@ -243,8 +253,11 @@ class VectorSteps:
     Takes the memory of N times the longest running episode (rounded up to a power of two), and keeps it for the next ones.
     """
 
-    def __init__(self, num_envs: int, postprocess: Postprocess, separate: bool):
-        """separate: episodes end one by one; else all at once, and a custom postprocess gets steps of all of them."""
+    def __init__(self, num_envs: int, postprocess: Postprocess, separate: bool, stored: Stored | None = None):
+        """separate: episodes end one by one; else all at once, and a custom postprocess gets steps of all of them. stored: what the
+        default one's rows have to fit."""
+        self._stored = Stored() if stored is None else stored
+        self._fit_for: Any = self  # the schema that the columns were held against; itself: not all of them yet
         self.num_envs, self._separate = num_envs, separate
         self._postprocess, self._default = postprocess, postprocess is default_postprocess_fn
         self._columns: list[Column] = []
@@ -261,7 +274,8 @@ class VectorSteps:
         return self._clock - self._begin
 
     def append(self, step: Mapping[str, Any]) -> np.ndarray:
-        """bool[N]: whose episode ended with it. SchemaError: a leaf is not [N, ...], or differs from those before; nothing was kept."""
+        """bool[N]: whose episode ended with it. SchemaError: a leaf is not [N, ...], or differs from those before, or from what rows
+        are made of; nothing was kept."""
         running = self._clock - int(self._begin.min())
         arrays = None if self._known is None else self._known.arrays(step)
         others: dict[str, Any] = {}
@@ -279,6 +293,10 @@ class VectorSteps:
                 if len(columns) != len(self._columns) or (odd and not dummies):
                     raise SchemaError(self._unlike(columns))
             arrays = [leaf.array for leaf in leaves.values()]
+        if self._default and (columns is not self._columns or self._stored.now() is not self._fit_for):
+            silent = () if running else tuple(c.key[0] for c in columns if is_dummy(c.key))
+            self._stored.require({c.key: (c.dtype, c.shape) for c in columns if c.key[0] not in silent}, {}, silent)
+            self._fit_for = self if silent else self._stored.now()
         done = self._done(step)
         if not running:
             self._clock = 0

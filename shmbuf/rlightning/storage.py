@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from shmbuf.attaching import attach
 from shmbuf.buffer import Buffer
-from shmbuf.errors import BufferExists
+from shmbuf.errors import BufferExists, SchemaError
 from shmbuf.replay_buffer import TensorDictReplayBuffer
 from shmbuf.rlightning.chain import (
     default_env_ret_preprocess_fn,
@@ -25,6 +25,7 @@ from shmbuf.rlightning.chain import (
     default_preprocess_fn,
     identity,
 )
+from shmbuf.rlightning.fitting import Stored
 from shmbuf.rlightning.pushing import EPISODE_ID, Pusher
 from shmbuf.rlightning.reading import Reader
 from shmbuf.rlightning.steps import Episodes, SingleSteps, VectorSteps, env_major, kept, of_rows
@@ -44,6 +45,7 @@ _COUNTERS = (
     "policy_resp_without_env_ret",
     "policy_resp_duplicate",
     "episodes_too_short",
+    "env_ret_left_at_end",
 )
 _LINKS: dict[str, Callable] = {
     "obs_preprocessor": identity,
@@ -93,8 +95,15 @@ class Storage:
         name: for others to attach: ``Storage.attach(name)`` to add, too; ``shmbuf.attach(name)`` to sample. None: unnamed, and gone with
             this object; it may still be sent to other processes (spawn, fork, a Ray task), as its name and functions.
         exists: if the name is taken: "error", "attach" or "replace".
-        sampler, batch_size: of :attr:`replay_buffer`. timeout: seconds that adding waits for room; None: for ever.
+        sampler, batch_size: of :attr:`replay_buffer`. priority_key: what rows carry under it is their priority, where samplers draw by
+            priority; it is a column as all others. timeout: seconds that adding waits for room; None: for ever.
         ring_bytes, max_collectors, drain: see `Buffer.create`.
+
+    Attributes:
+        counters: of this process: ``env_ret_replaced`` by a newer one before its PolicyResponse came, ``env_ret_out_of_order`` (older
+            than the one before), ``policy_resp_without_env_ret`` and ``policy_resp_duplicate`` (refused), ``episodes_too_short`` (one
+            step, of which no row can be made), ``env_ret_left_at_end`` (it waited when its episode was truncated, and begins the next).
+        timing_raw: see `print_timing_summary`.
 
     One thread of a process adds at a time; others may look and sample meanwhile. Rows come back with their own keys; in samples of a
     replay buffer they also have ("episode", "id") and ("episode", "rows"), its length.
@@ -119,6 +128,7 @@ class Storage:
         exists: str = "error",
         sampler: Sampler | None = None,
         batch_size: int | None = None,
+        priority_key: str | tuple[str, ...] = "td_error",
         timeout: float | None = None,
         ring_bytes: int | None = None,
         max_collectors: int = 256,
@@ -141,7 +151,7 @@ class Storage:
             drain=drain,
             traj_key=EPISODE_ID,
         )
-        rb = _Rows(said, storage=storage, sampler=sampler, batch_size=batch_size)
+        rb = _Rows(said, storage=storage, sampler=sampler, batch_size=batch_size, priority_key=priority_key)
         try:
             has = (rb.buffer.config.get("face") or {}).get("rlightning")
             if has is None or any(has.get(k) != said[k] for k in ("mode", "unit")):
@@ -200,7 +210,8 @@ class Storage:
         self._rb, self._said, self._metas, self._links = rb, said, metas, links
         self.capacity, self.mode, self.unit = rb.buffer.capacity, said["mode"], said["unit"]
         self.auto_truncate_episode = said["auto"]
-        self._pusher = Pusher(rb.buffer, self.mode == "standard", self.unit == "episode")
+        self._pusher = Pusher(rb.buffer, self.mode == "standard", self.unit == "episode", rb._priority_key, rb._reduced)
+        self._stored = Stored(lambda: rb.buffer.schema)
         self._reads = Reader(rb._storage, self.unit == "episode")
         self._running: dict[str, SingleSteps | VectorSteps] = {}
         self._sizes: dict[str, int] = {}
@@ -224,9 +235,14 @@ class Storage:
     def add_transition(self, env_ret: EnvRet, policy_resp: PolicyResponse) -> None:
         """One step: what an environment gave and what the policy answered; of N environments that step together, of all of them.
 
+        The first episode of all decides what rows are made of. Arrays and tensors keep their dtype (rewards in float64 stay so). Single
+        numbers become float32, int64 or bool, flags bool (an episode of np.float64, say, float64); later ones become what is stored
+        already, if they are such numbers: 1 is as good as 1.0, but 0.5 is none where integers are stored.
+
         Raises:
-            ValueError: they are of different environments. KeyError: the environment is not in env_meta_list. SchemaError: a value does
-            not fit those before it: nothing was taken. RuntimeError, RingFull: an episode ended with it, and there is no room: the step
+            ValueError: they are of different environments; the storage is closed. KeyError: the environment is not in env_meta_list.
+            SchemaError: a value does not fit those before it, or the rows that are stored: nothing was taken (what a custom
+            postprocess_fn makes is known, and refused, at the episode's end). RuntimeError, RingFull: an episode ended with it, and there is no room: the step
             was taken, and the environment's next one, or `truncate_one_episode`, tries again first.
         """
         now, theirs = time.time_ns(), getattr(env_ret, "env_id", None)
@@ -309,12 +325,19 @@ class Storage:
             f"Env ID {env_id!r} not found in env_meta_list: {', '.join(map(repr, self._metas)) or 'it is empty'}"
         )
 
+    def _require_open(self) -> None:
+        if self._rb.buffer.closed:
+            raise ValueError(
+                f"this storage, {self.name!r}, is closed: Storage.attach(name) opens it again, if it has a name"
+            )
+
     def _steps_of(self, env_id: str) -> SingleSteps | VectorSteps:
+        self._require_open()
         steps = self._running.get(env_id)
         if steps is None:
             n, post = self._num_envs(env_id), self._links["postprocess_fn"]
             auto = self.auto_truncate_episode
-            steps = VectorSteps(n, post, auto) if n > 1 else SingleSteps(post, auto)
+            steps = VectorSteps(n, post, auto, self._stored) if n > 1 else SingleSteps(post, auto, self._stored)
         return steps
 
     def _append(
@@ -332,7 +355,7 @@ class Storage:
 
     def _store_ended(self, env_id: str, steps: SingleSteps | VectorSteps) -> None:
         try:
-            self._end(steps, self._ended[env_id], wait=False)
+            self._end(env_id, steps, self._ended[env_id], wait=False)
         finally:
             if self._pusher.took:
                 del self._ended[env_id]
@@ -343,14 +366,24 @@ class Storage:
         """Store what there is of an environment's episode, or of the episodes of all N that step together.
 
         item: env_id (``f"{env_id}/{i}"``: the i-th of N, if they end one by one), or an object with an ``env_id``.
-        Nothing happens where no step was added since the last end. Of one step no row can be made: it is dropped, and counted.
+        Nothing happens where no step was added since the last end. Of one step no row can be made: it is dropped, and counted. An
+        EnvRet that still waits for its PolicyResponse is the next episode's first (as in rlightning; counted, with a warning).
 
         Raises:
             KeyError: nothing was ever added of that environment. TypeError: item is none. RuntimeError: the episode does not fit
-            (mode "standard"): its steps are kept.
+            (mode "standard"). SchemaError, ValueError: its rows are not made as those stored, or have a priority that cannot be. The
+            steps are kept then: `drop_one_episode`.
         """
         began = time.perf_counter()
-        self._end(*self._found(item), wait=True)
+        env_id, steps, envs = self._found(item)
+        ran = len(steps) if isinstance(steps, SingleSteps) else int(steps.lengths().max())
+        self._end(env_id, steps, envs, wait=True)
+        if ran and env_id in self._waiting and (envs is None or len(envs) == steps.num_envs):  # type: ignore[union-attr]
+            self._odd(
+                "env_ret_left_at_end",
+                f"env {env_id!r} was truncated while an EnvRet waits for its PolicyResponse: that step begins the next episode. Truncate "
+                "after the answer, or drop_one_episode() before the next step",
+            )
         self._time("truncate_one_episode", time.perf_counter() - began)
 
     def truncate_episodes(self, env_ids: Iterable[Any]) -> None:
@@ -361,13 +394,31 @@ class Storage:
         for item in items:
             self.truncate_one_episode(item)
 
-    def _found(self, item: Any) -> tuple[SingleSteps | VectorSteps, np.ndarray | None]:
+    def drop_one_episode(self, item: Any) -> None:
+        """Forget an environment's running episode, and an EnvRet that waits; what is stored stays. item, KeyError, TypeError: see
+        `truncate_one_episode`."""
+        env_id = getattr(item, "env_id", item)
+        if env_id in self._waiting and env_id not in self._running:
+            del self._waiting[env_id]
+            return
+        env_id, steps, envs = self._found(item)
+        steps.forget(envs)  # type: ignore[arg-type]
+        whole = envs is None or len(envs) == steps.num_envs  # type: ignore[union-attr]
+        ended = self._ended.pop(env_id, None)
+        if ended is not None and envs is not None and len(left := np.setdiff1d(ended, envs)):
+            self._ended[env_id] = left
+        if whole:
+            self._waiting.pop(env_id, None)
+
+    def _found(self, item: Any) -> tuple[str, SingleSteps | VectorSteps, np.ndarray | None]:
+        """Whose steps, the steps, and of those that step together which are meant."""
+        self._require_open()
         env_id = item if isinstance(item, str) else getattr(item, "env_id", None)
         if not isinstance(env_id, str):
             raise TypeError(f"an env_id or an object that has one is truncated, not {type(item).__name__}")
         steps = self._running.get(env_id)
         if steps is not None:
-            return steps, np.arange(steps.num_envs) if isinstance(steps, VectorSteps) else None
+            return env_id, steps, np.arange(steps.num_envs) if isinstance(steps, VectorSteps) else None
         parent, _, number = env_id.rpartition("/")
         group = self._running.get(parent)
         if (
@@ -376,22 +427,25 @@ class Storage:
             and number.isdecimal()
             and int(number) < group.num_envs
         ):
-            return group, np.array([int(number)])
+            return parent, group, np.array([int(number)])
         raise KeyError(
             f"{env_id}: no step of this environment was added; added were {', '.join(self._running) or 'none'}"
         )
 
-    def _end(self, steps: SingleSteps | VectorSteps, envs: np.ndarray | None, *, wait: bool) -> None:
+    def _end(self, env_id: str, steps: SingleSteps | VectorSteps, envs: np.ndarray | None, *, wait: bool) -> None:
         """Forgets the steps when they are rows, or cannot be any."""
-        self._pusher.took = False
-        if isinstance(steps, SingleSteps):
-            episodes, short = steps.episodes(), int(len(steps) == 1)
-        else:
-            assert envs is not None
-            found = steps.segments(envs)
-            episodes, short = steps.episodes(found), int((found.steps == 1).sum())
+        self._pusher.took, short = False, 0
         try:
+            if isinstance(steps, SingleSteps):
+                episodes, short = steps.episodes(), int(len(steps) == 1)
+            else:
+                assert envs is not None
+                found = steps.segments(envs)
+                episodes, short = steps.episodes(found), int((found.steps == 1).sum())
             self._pusher.push(episodes, wait=wait)
+        except ValueError as e:  # rows that cannot be, also of a custom function
+            kind = SchemaError if isinstance(e, SchemaError) else ValueError
+            raise kind(f"{e}\nThe steps are kept; drop_one_episode({env_id!r}) forgets them") from e
         finally:
             if self._pusher.took:
                 steps.forget(envs)  # type: ignore[arg-type]

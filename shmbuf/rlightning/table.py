@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class EpisodeTable:
     its node no storage.
 
     Raises:
+        TypeError: env_ids is a str, or holds what is none; ids in component_distribution that are no integers.
         ValueError: num_storages or num_train_workers below 1. AssertionError: workers do not divide evenly; affinity without a
         distribution; a node with two storages; an environment on a node without one; a storage's number out of range.
         RuntimeError: with env_ids (or num_train_workers) and their affinity a storage's node has none of them, or nodes have different
@@ -62,7 +64,7 @@ class EpisodeTable:
             self._near = {k: node for node in self._nodes for k in self._ids(node, "env")}
             if env_ids:
                 self._require_even("env")
-        for place, env_id in enumerate(env_ids or ()):
+        for place, env_id in enumerate(_checked(env_ids or ())):
             if env_id not in self._storage_of:
                 number = self._number(env_id)
                 number = place if number is None else number
@@ -73,8 +75,8 @@ class EpisodeTable:
     # ---- environments ---------------------------------------------------------------------------------------------
 
     def register_envs(self, env_ids: Iterable[str]) -> None:
-        """Give each a storage; those that have one keep it."""
-        for env_id in env_ids:
+        """Give each a storage; those that have one keep it. TypeError: a str, or one of them is none; none was registered."""
+        for env_id in _checked(env_ids):
             self.get_storage_idx_for_env(env_id)
 
     def get_storage_idx_for_env(self, env_id: str) -> int:
@@ -132,7 +134,10 @@ class EpisodeTable:
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
     def _ids(self, node: str, component: str) -> list[int]:
-        return list(self._nodes[node].get(component, {}).get("ids", ()))
+        ids = self._nodes[node].get(component, {}).get("ids", ())
+        if isinstance(ids, str) or any(isinstance(k, bool) or not hasattr(k, "__index__") for k in ids):
+            raise TypeError(f"component_distribution: node {node!r} has {component} ids {ids!r}: a list of integers")
+        return [operator.index(k) for k in ids]
 
     def _require_even(self, component: str) -> None:
         counts = {node: len(self._ids(node, component)) for node in self._home}
@@ -162,6 +167,21 @@ class EpisodeTable:
             )
         return storage
 
+    def __repr__(self) -> str:
+        each = ", ".join(f"storage {i}: {n} env{'s' * (n != 1)}" for i, n in enumerate(self._counts[:8]))
+        workers = "" if self.num_train_workers is None else f"; {self.num_train_workers} train workers"
+        return f"EpisodeTable({each}{', …' * (self.num_storages > 8)}{workers})"
+
     def _check(self, index: int) -> None:
         if not 0 <= index < self.num_storages:
             raise IndexError(f"storage {index} is out of range: there are {self.num_storages}, counted from 0")
+
+
+def _checked(env_ids: Iterable[str]) -> list[str]:
+    if isinstance(env_ids, (str, bytes)):
+        raise TypeError(f"env_ids={env_ids!r}: a list of ids; of one [{env_ids!r}]")
+    ids = list(env_ids)
+    for env_id in ids:
+        if not isinstance(env_id, str):
+            raise TypeError(f"env_ids: {env_id!r} is no str")
+    return ids

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BOUNDARIES = ("pad", "stop", "include_reset")
 NEXT_DONE: Key = ("next", "done")
+_FLAGS = ("done", "terminated", "truncated")
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -326,6 +327,9 @@ class NStep(SampleUnit):
         gamma: the discount.
         reward_key: default: ("next", "reward") or "reward", whichever is stored.
 
+    Of rows with the reward at the top, as rlightning's, "done", "terminated", "truncated" and what is called ``next_…`` are the last
+    row's, too. All else is the row's own. Flags with which a sampler marks its slices are left out.
+
     The reward becomes ``Σ gamma**i * reward_i``. The batch gets "steps_to_next_obs", int64: rows used, k; and "bootstrap_discount",
     float32: ``gamma**k``, or 0 if the last of them is terminal: ("next", "terminated") if that is stored, else ("next", "done") and
     not truncated (without "next": "terminated" …). Both in the shape of the reward. The stored next observation counts, so that a
@@ -361,9 +365,14 @@ class NStep(SampleUnit):
         raise KeyError(f"no reward is stored under {' or '.join(map(show_key, keys))}; NStep(reward_key=) names it")
 
     @staticmethod
+    def _of_the_last(td: TensorDictBase, reward: Key) -> list[str]:
+        names, flat = list(td.keys()), reward[0] != "next"
+        return [k for k in names if k == "next" or (flat and (k in _FLAGS or k.startswith("next_")))]
+
+    @staticmethod
     def _terminal(last: TensorDictBase) -> torch.Tensor | None:
         for path in (("next",), ()):
-            terminated, done, truncated = (last.get((*path, k), None) for k in ("terminated", "done", "truncated"))
+            done, terminated, truncated = (last.get((*path, k), None) for k in _FLAGS)
             if terminated is not None:
                 return terminated.to(torch.bool)
             if done is not None:
@@ -407,8 +416,8 @@ class NStep(SampleUnit):
         discount = torch.where(i < steps[:, None], self.gamma ** i.to(torch.float64), 0.0)
         shape = (n, *(1,) * (reward.ndim - 2))
         total = (reward.to(torch.float64) * discount.reshape(n, self.n, *shape[1:])).sum(1)
-        if last.get("next", None) is not None:
-            td.set("next", last.get("next").clone())
+        for name in self._of_the_last(td, key):
+            td.set(name, last.get(name).clone())
         td.set(key, total.to(reward.dtype if reward.is_floating_point() else torch.float32))
         factor = (self.gamma ** steps.to(torch.float64)).reshape(shape).expand(total.shape)
         terminal = self._terminal(last)
@@ -419,7 +428,8 @@ class NStep(SampleUnit):
         td.set("steps_to_next_obs", steps.reshape(shape).expand(total.shape).clone())
         td.set("bootstrap_discount", factor.to(torch.float32).contiguous())
         for name, values in anchors.info.items():
-            td.set(name, values)
+            if as_key(name)[-1] not in _FLAGS:  # of the slice that the anchor was drawn with
+                td.set(name, values)
         if pin:
             td = td.pin_memory()
         return td if out is None else storage._copy_into(out, td)

@@ -56,7 +56,9 @@ class SliceSampler(Sampler):
         cache_values, compile, use_gpu, step_key, fragmented: TorchRL's, without effect: rows know their neighbours.
 
     ``sample`` adds, next to truncated_key, ("next", "truncated"): True at the last row of each slice, ("next", "done"): it or the
-    stored flag, and ("next", "terminated"), in the shape of those stored, else bool[B, 1].
+    stored flag, and ("next", "terminated"), in the shape of those stored, else bool[B, 1]. Of rows that have none of the three under
+    "next", but at the top (rlightning's), the stored flags are those. What is added must be left out where slices are stored as rows
+    again, unless the rows have these keys: ``batch.exclude("next")``, or truncated_key=None.
 
     Raises when sampling: RuntimeError: the batch size is not divisible. NotEnoughRows: no trajectory is that long. Lapped.
     """
@@ -145,6 +147,15 @@ class SliceSampler(Sampler):
         assert self.truncated_key is not None
         path = self.truncated_key[:-1]
         return self.truncated_key, (*path, "done"), (*path, "terminated")
+
+    def _stored_flags(self, td: TensorDictBase) -> list[torch.Tensor | None]:
+        """done, terminated, truncated. Where none is under "next" those at the top are meant, as the ends of trajectories are."""
+        truncated, done, terminated = self._flag_keys()
+        flags = [td.get(k, None) for k in (done, terminated, truncated)]
+        if truncated[0] != "next" or any(f is not None for f in flags):
+            return flags
+        top = (td.get((*truncated[1:-1], k), None) for k in ("done", "terminated", "truncated"))
+        return [f if f is None else f.clone() for f in top]
 
     # ---- the buffer's trajectories ------------------------------------------------------------------------------
 
@@ -267,14 +278,15 @@ class SliceSampler(Sampler):
         first, last = torch.from_numpy(begin), torch.from_numpy(begin + lens - 1)
         if self.truncated_key is not None:
             truncated_key, done_key, terminated_key = self._flag_keys()
-            stored = [td.get(k, None) for k in (done_key, terminated_key, truncated_key)]
+            stored = self._stored_flags(td)
             like = next((s for s in stored if s is not None), None)
             shape = (*td.batch_size, *((1,) if like is None else like.shape[1:]))
             truncated = torch.zeros(shape, dtype=torch.bool, device=None if like is None else like.device)
             truncated[last] = True
-            done, terminated = (None if s is None else s.to(torch.bool) for s in stored[:2])
+            done, terminated, cut = (None if s is None else s.to(torch.bool) for s in stored)
+            ends = [e for e in ((terminated, cut) if done is None else (done,)) if e is not None and e.shape == shape]
             td.set(truncated_key, truncated)
-            td.set(done_key, truncated.clone() if done is None else done | truncated)
+            td.set(done_key, functools.reduce(torch.logical_or, ends, truncated.clone()))
             td.set(terminated_key, torch.zeros_like(truncated) if terminated is None else terminated)
         if self.init_key is not None and (init := td.get(self.init_key, None)) is not None:
             init[first] = True

@@ -11,7 +11,17 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import shmbuf
-from shmbuf import Buffer, BufferExists, BufferNotFound, PrioritizedSampler, ShmStorage, SliceSampler, StorageLost
+from shmbuf import (
+    Buffer,
+    BufferExists,
+    BufferNotFound,
+    NStep,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    ShmStorage,
+    SliceSampler,
+    StorageLost,
+)
 from shmbuf.rlightning import BufferView, EnvRet, EpisodeTable, PolicyResponse, Storage, default_postprocess_fn
 from tests.unit.helpers_rlightning import episode, make, metas, seen, step, vector
 
@@ -50,6 +60,32 @@ class TestLearner:
             episode(s, 10, 1)  # as important as the most important so far
             assert set(rb.sample()["observation"].tolist()) == {2.0, 10.0}
 
+    @pytest.mark.parametrize("n", [1, 3])
+    @pytest.mark.parametrize("key", ["td_error", "importance"])
+    def test_priorities_may_come_with_the_steps(self, make, name, n, key):
+        kw = {} if key == "td_error" else {"priority_key": key}
+        how = {"sampler": PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), "batch_size": 200}
+        first = make(name=name, env_meta_list=metas(n), **how, **kw)
+        for s in (first, Storage.attach(name, env_meta_list=metas(n))):
+            for t in range(4):
+                e, p = vector(n, t)
+                if n == 1:
+                    e, p = EnvRet("v", float(t)), PolicyResponse("v", action=t)
+                setattr(p, key, torch.full((n, 2) if n > 1 else (2,), 0.0 if t == 1 else 2.0 * (t == 2)))
+                s.add_transition(e, p)
+            s.truncate_one_episode("v")
+        with shmbuf.attach(name) as rb:
+            batch = rb.sample()
+            assert (batch["observation"] % 100 == 2).all() and len(set(batch["episode", "id"].tolist())) == 2 * n
+        first.add_transition(EnvRet("v", e.observation, last_reward=e.last_reward), p)
+        setattr(p, key, torch.full_like(getattr(p, key), float("nan")))
+        first.add_transition(e, p), first.add_transition(e, p)
+        with pytest.raises(ValueError, match=r"(?s)nan.*drop_one_episode\('v'\)"):
+            first.truncate_one_episode("v")
+        first.drop_one_episode("v")
+        assert len(first) == 6 * n
+        s.close()
+
     def test_a_storage_may_be_born_with_a_sampler(self, make):
         s = make(sampler=PrioritizedSampler(100, alpha=0.5, beta=0.5), batch_size=4)
         episode(s, 0, 3)
@@ -78,6 +114,52 @@ class TestLearner:
         s.truncate_one_episode("e")
         with shmbuf.attach(name, sampler=SliceSampler(slice_len=3), batch_size=60) as rb:
             assert {tuple(r) for r in rb.sample()["observation"].reshape(-1, 3).tolist()} == {(0, 1, 2), (3, 4, 5)}
+
+    def test_slices_say_which_ends_are_real(self, make, name):
+        s = make(name=name)
+        for terminal in (True, False):
+            for k in range(5):
+                step(s, "e", float(k), last_terminated=terminal and k == 4, last_truncated=not terminal and k == 4)
+            s.truncate_one_episode("e")
+        for sampler in (SliceSampler(slice_len=2), PrioritizedSliceSampler(slice_len=2, max_capacity=100)):
+            with shmbuf.attach(name, sampler=sampler, batch_size=80) as rb:
+                batch, end = rb.sample(), torch.tensor([False, True] * 40)
+                assert batch["terminated"].any() and batch["truncated"].any()
+                assert torch.equal(batch["next", "terminated"], batch["terminated"])
+                assert torch.equal(batch["next", "truncated"], end)
+                assert torch.equal(batch["next", "done"], end)
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_n_steps_lead_to_the_last_ones_next_observation(self, make, name, nested):
+        s = make(name=name)
+        for k in range(6):
+            observed = {"a": {"b": float(k)}} if nested else float(k)
+            e = EnvRet("e", observed, last_reward=1.0, last_terminated=k == 5, last_truncated=False)
+            s.add_transition(e, PolicyResponse("e", action=k, hint={"next": k}))
+        s.truncate_one_episode("e")
+        with shmbuf.attach(name, sample_unit=NStep(3, 0.5), batch_size=100) as rb:
+            batch = rb.sample()
+            batch = batch.flatten_keys(".")
+            deep = ".a.b" if nested else ""
+            t = batch["observation" + deep]
+            assert set(t.tolist()) == {0, 1, 2, 3, 4} and torch.equal(batch["action"], t.long())
+            assert torch.equal(batch["hint.next"], t.long())
+            steps = (5 - t).clamp(max=3)
+            assert torch.equal(batch["steps_to_next_obs"], steps.long())
+            assert torch.equal(batch["next_observation" + deep], t + steps)
+            assert torch.equal(batch["terminated"], t >= 2) and not batch["truncated"].any()
+            assert torch.equal(batch["bootstrap_discount"], torch.where(t >= 2, 0.0, 0.5**3))
+            assert torch.equal(batch["reward"], torch.tensor([1.0, 1.5, 1.75])[steps.long() - 1])
+
+    def test_n_steps_from_the_rows_of_slices_have_the_flags_of_the_last_step(self, make, name):
+        s = make(name=name)
+        for k in range(6):
+            step(s, "e", float(k), last_terminated=k == 5)
+        s.truncate_one_episode("e")
+        with shmbuf.attach(name, sampler=SliceSampler(slice_len=2), sample_unit=NStep(3), batch_size=100) as rb:
+            batch = rb.sample()
+            assert torch.equal(batch["terminated"], batch["observation"] >= 2) and batch["terminated"].any()
+            assert batch.get("next", None) is None
 
     def test_rows_of_an_evicted_episode_are_sampled_until_they_are_overwritten(self, make):
         s = make(4, unit="episode", batch_size=200)

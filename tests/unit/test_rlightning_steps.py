@@ -173,12 +173,29 @@ class TestPairing:
             s.add_data_async(EnvRet("e", float(k)))
             if k < 2:
                 s.add_data_async(PolicyResponse("e", action=k))
-        s.truncate_one_episode("e")
+        with pytest.warns(RuntimeWarning, match="'e' was truncated while an EnvRet waits.*begins the next"):
+            s.truncate_one_episode("e")
+        s.truncate_one_episode("e")  # nothing was running
+        assert s.counters["env_ret_left_at_end"] == 1
         s.add_data_async(PolicyResponse("e", action=2))
         s.add_data_async(EnvRet("e", 3.0))
         s.add_data_async(PolicyResponse("e", action=3))
         s.truncate_one_episode("e")
-        assert seen(s) == [0, 2]
+        assert seen(s) == [0, 2] and s.counters["env_ret_left_at_end"] == 1
+
+    def test_one_that_waits_at_the_end_can_be_dropped(self, make):
+        s = make()
+        step(s, "e", 0.0), s.add_data_async(EnvRet("e", 1.0))
+        with pytest.warns(RuntimeWarning, match="drop_one_episode"):
+            s.truncate_one_episode("e")
+        assert s.counters["episodes_too_short"] == 1
+        s.drop_one_episode("e")
+        with pytest.raises(ValueError, match="PolicyResponse, but"):
+            s.add_data_async(PolicyResponse("e", action=1))
+        s.add_data_async(EnvRet("f", 1.0))
+        s.drop_one_episode("f")
+        with pytest.raises(ValueError, match="no EnvRet came before it"):
+            s.add_data_async(PolicyResponse("f", action=1))
 
     def test_what_waits_for_its_response_may_be_written_again(self, make):
         s, obs = make(), np.zeros(2, "f4")
@@ -200,6 +217,57 @@ class TestTruncation:
         s.truncate_one_episode(EnvRet("b", 0.0))
         s.truncate_episodes([PolicyResponse("c"), "d"])
         assert len(s) == 4
+
+    def test_one_running_episode_can_be_dropped(self, make):
+        s = make()
+        episode(s, 0, 2)
+        for env_id in "ef":
+            step(s, env_id, 7.0), step(s, env_id, 8.0)
+        s.drop_one_episode(EnvRet("e", 0.0))
+        s.truncate_episodes(["e", "f"])
+        step(s, "e", 3.0), step(s, "e", 4.0)
+        s.truncate_one_episode("e")
+        assert seen(s) == [0, 1, 7, 3] and not any(s.counters.values())
+        with pytest.raises(KeyError, match="no step of this environment"):
+            s.drop_one_episode("x")
+        with pytest.raises(TypeError):
+            s.drop_one_episode(5)
+
+    def test_of_many_environments_one_or_all_can_be_dropped(self, make):
+        s = make(3, "standard", env_meta_list=metas(3), auto_truncate_episode=True)
+        for t in range(2):
+            s.add_transition(*vector(3, t, last_terminated=[0] if t else []))
+        s.add_transition(*vector(3, 2))
+        with pytest.raises(RuntimeError, match="Current size is 1"):
+            s.add_transition(*vector(3, 3, last_terminated=[0, 1, 2]))  # 1 + 3 + 3 rows
+        s.drop_one_episode("v/1")
+        with pytest.raises(RuntimeError, match="Cannot push 4 items"):
+            s.add_transition(*vector(3, 0))
+        s.drop_one_episode("v/2")
+        s.add_transition(*vector(3, 0)), s.add_transition(*vector(3, 1))
+        assert seen(s) == [0, 2]
+        s.drop_one_episode("v")
+        s.truncate_one_episode("v")
+        s.add_transition(*vector(3, 0))
+        assert seen(s) == [0, 2]
+
+    def test_a_storage_that_is_closed_takes_nothing(self, make):
+        s = make(env_meta_list=[*metas(2), EnvMeta("e")])
+        step(s, "e", 0.0), s.add_data_async(EnvRet("e", 1.0)), s.add_transition(*vector(2, 0))
+        s.close()
+        for how in (
+            lambda: step(s, "e", 1.0),
+            lambda: s.add_transition(*vector(2, 1)),
+            lambda: s.add_data_async(EnvRet("e", 2.0)),
+            lambda: s.add_data_async(PolicyResponse("e", action=1)),
+            lambda: s.truncate_one_episode("e"),
+            lambda: s.truncate_episodes(["v"]),
+            lambda: s.drop_one_episode("e"),
+            lambda: s.add_episode({"a": torch.zeros(2)}),
+            lambda: len(s),
+        ):
+            with pytest.raises(ValueError, match="closed"):
+                how()
 
     def test_what_is_no_id_is_an_error(self, make):
         with pytest.raises(TypeError, match="int"):

@@ -1,5 +1,6 @@
 """`EpisodeTable`: the assignments that rlightning makes, in every example that was worked out with it."""
 
+import numpy as np
 import pytest
 
 from shmbuf.rlightning import EpisodeTable
@@ -25,9 +26,25 @@ class TestEnvironments:
     )
     def test_they_go_to_storages_in_turn(self, storages, env_ids, expected):
         table = EpisodeTable(storages)
-        table.register_envs(env_ids)
+        table.register_envs(list(env_ids))
         assert [table.get_storage_idx_for_env(e) for e in env_ids] == expected
         assert table.get_env_to_storage() == dict(zip(env_ids, expected, strict=True))
+
+    def test_one_str_is_no_list_of_ids(self):
+        table = EpisodeTable(1)
+        for how in (table.register_envs, lambda ids: EpisodeTable(1, ids)):
+            with pytest.raises(TypeError, match=r"'e-0'.*\['e-0'\]"):
+                how("e-0")
+            with pytest.raises(TypeError, match="7 is no str"):
+                how(["a", 7])
+        assert table.get_env_to_storage() == {}
+
+    def test_it_says_what_it_has(self):
+        assert (
+            repr(EpisodeTable(2, list("abc"), 4))
+            == "EpisodeTable(storage 0: 2 envs, storage 1: 1 env; 4 train workers)"
+        )
+        assert repr(EpisodeTable(9)).endswith("storage 7: 0 envs, …)")
 
     def test_those_registered_at_birth_and_later_share_one_turn(self):
         table = EpisodeTable(3, list("abcd"))
@@ -90,6 +107,18 @@ class TestAffinity:
     def test_an_id_without_a_number_is_as_good_as_its_place(self):
         table = EpisodeTable(2, list("abcd"), component_distribution=TWO_NODES, node_affinity_env=True)
         assert table.get_env_to_storage() == {"a": 0, "b": 0, "c": 1, "d": 1}
+
+    @pytest.mark.parametrize("ids", [["0"], "0", [0.0], [True]])
+    @pytest.mark.parametrize("component", ["buffer", "env", "train"])
+    def test_ids_of_the_distribution_are_integers(self, component, ids):
+        nodes = {"nA": {**node(buffer=[0], env=[0], train=[0]), component: {"ids": ids}}}
+        with pytest.raises(TypeError, match=f"'nA' has {component} ids.*integers"):
+            EpisodeTable(1, ["u-0"], 1, nodes, node_affinity_env=True, node_affinity_train=True)
+
+    def test_ids_of_the_distribution_may_be_numpys(self):
+        nodes = node(buffer=np.arange(1), env=np.arange(2), train=np.arange(2))
+        table = EpisodeTable(1, ["u-1"], 2, {"nA": nodes}, node_affinity_env=True, node_affinity_train=True)
+        assert table.get_train_workers(0) == [0, 1] and table.get_env_to_storage() == {"u-1": 0}
 
     def test_an_id_may_be_a_number(self):
         table = EpisodeTable(2, ["3", "0"], component_distribution=TWO_NODES, node_affinity_env=True)

@@ -20,6 +20,7 @@ from shmbuf import (
     SchemaError,
     Sequence,
     ShmStorage,
+    SliceSampler,
     TensorDictReplayBuffer,
     Transition,
 )
@@ -262,6 +263,13 @@ def test_n_steps_over_priorities_and_other_shapes(make):
     td = make(NStep(3, 0.5), top).sample(100)
     assert by_row(td, "reward") == {0: 1.75, 1: 1.75, 2: 1.5, 3: 1.0}
     assert by_row(td, "bootstrap_discount") == {0: 0.125, 1: 0.0, 2: 0.0, 3: 0.0}
+    assert by_row(td, "terminated") == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_n_steps_over_slices_keep_the_flags_of_the_last_row(make):
+    td = make(NStep(3), rows(6, (5,), terminated=True), sampler=SliceSampler(slice_len=2)).sample(100)
+    for flag in ("done", "terminated"):
+        assert by_row(td, ("next", flag)) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
 
 
 def test_interleaved_streams_are_followed(make):

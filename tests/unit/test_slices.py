@@ -61,6 +61,23 @@ def test_flags_elsewhere_or_nowhere(make):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_flags_that_are_stored_at_the_top_are_those_of_the_next_state(make, shape):
+    ends = torch.tensor([False, False, True] * 5).reshape(15, *[1] * len(shape)).expand(15, *shape)
+    real = ends & (torch.arange(15) < 8).reshape(15, *[1] * len(shape))
+    data = TensorDict({"t": torch.arange(15), "terminated": real, "truncated": ends & ~real}, [15])
+    td = make(SliceSampler(slice_len=2), data).sample(60)
+    last = torch.tensor([False, True] * 30).reshape(60, *[1] * len(shape)).expand(60, *shape)
+    assert td["terminated"].any() and torch.equal(td["next", "terminated"], td["terminated"])
+    assert torch.equal(td["next", "truncated"], last) and torch.equal(td["next", "done"], last)
+    assert torch.equal(td["truncated"], ends[td["t"]] & ~real[td["t"]])  # as stored
+    both = (
+        data.clone().set(("next", "t"), torch.arange(15)).set(("next", "done"), ends)
+    )  # then those at the top are not
+    td = make(SliceSampler(slice_len=2), both).sample(60)
+    assert td["terminated"].any() and not td["next", "terminated"].any()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_flags_have_the_shape_of_those_stored(make, shape):
     data = episodes(10)
     for key in ("done", "terminated"):
