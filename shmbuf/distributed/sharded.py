@@ -17,11 +17,12 @@ from shmbuf.distributed.ending import SWEEP, end_shards
 from shmbuf.distributed.joining import join_all, patiently
 from shmbuf.distributed.keeper import made_of
 from shmbuf.distributed.limiting import Allowance
+from shmbuf.distributed.links import Link
 from shmbuf.distributed.places import Recipe, unique
 from shmbuf.distributed.rays import Gone, Silent, alive_nodes, ask, need_ray, running
 from shmbuf.distributed.reading import Reading
 from shmbuf.distributed.writing import Writing
-from shmbuf.errors import BufferExists, BufferNotFound, ShmbufError
+from shmbuf.errors import BufferExists, BufferNotFound, CheckpointError, ShmbufError
 from shmbuf.face.making import made_sampler
 from shmbuf.limiter import Words
 from shmbuf.replay_buffer import TensorDictReplayBuffer
@@ -29,7 +30,7 @@ from shmbuf.rlightning.table import EpisodeTable
 from shmbuf.samplers import SAMPLERS, Sampler
 from shmbuf.schema import as_key
 
-_LIMITER = "limiter.json"
+_WHOLE = "sharded.json"
 
 
 class ShardedReplayBuffer(Reading, Writing):
@@ -257,24 +258,47 @@ class ShardedReplayBuffer(Reading, Writing):
     # ---- on disk ----------------------------------------------------------------------------------------------------
 
     def dumps(self, path: Any, **how: Any) -> None:
-        """Each shard under ``path/shard-<number>``, written on its own node: a directory that all nodes share is needed for one checkpoint."""
-        limiter = patiently(self._coordinator, "kept")
-        for link in self._living():
-            link.client._call("dumps", os.path.join(os.fspath(path), f"shard-{link.number}"), **how)
+        """Each shard that ever had a row under ``path/shard-<number>``, written on its own node, all at the same time: a directory that all
+        nodes share is needed for one checkpoint. Each of these is there whole or as it was; what belongs together is written down last.
+
+        RuntimeError: no shard has ever had a row."""
+        limiter, path = patiently(self._coordinator, "kept"), os.fspath(path)
+
+        def dump(link: Link) -> str | None:
+            if not link.client.initialized:
+                return None
+            link.client._call("dumps", os.path.join(path, name := f"shard-{link.number}"), **how)
+            return name
+
+        saved = [name for name in self._of_each(dump) if name is not None]
+        if not saved:
+            raise RuntimeError(f"Cannot save buffer {self.name!r}: none of its shards has ever had a row")
         os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, _LIMITER), "w") as file:
-            json.dump(limiter, file)
+        with open(fresh := os.path.join(path, f".{_WHOLE}"), "w") as file:
+            json.dump({"shards": saved, "limiter": limiter}, file)
+        os.replace(fresh, os.path.join(path, _WHOLE))
 
     def loads(self, path: Any, **how: Any) -> None:
-        """What `dumps` saved, in the order of the shards' numbers. The limiter keeps its parameters, and goes on from the difference that
-        was saved if the ratio is the same. ValueError: other than one directory for each shard; nothing was changed."""
-        there = sorted((d for d in os.listdir(path) if d.startswith("shard-")), key=lambda d: int(d[6:]))
+        """What `dumps` saved, in the order of the shards' numbers; shards that nothing is left for are emptied. The limiter keeps its
+        parameters, and goes on from the difference that was saved if the ratio is the same. ValueError: more were saved than there are
+        shards; CheckpointError: that is no checkpoint of a sharded buffer. In both cases nothing was changed."""
+        there, limiter = _saved(path)
         links = self._living()
-        if len(there) != len(links):
-            raise ValueError(f"{path} has {len(there)} shards, the buffer {len(links)}: {there}. Nothing was changed")
-        for directory, link in zip(there, links, strict=True):
-            link.client._call("loads", os.path.join(os.fspath(path), directory), **how)
-        patiently(self._coordinator, "recount", _saved_limiter(path))
+        if len(there) > len(links):
+            raise ValueError(
+                f"{path} has {len(there)} shards, the buffer {len(links)}: {there}. Nothing was changed; add_shard(), or load them one by one: "
+                f"shard(k).loads({os.path.join(os.fspath(path), there[-1])!r})"
+            )
+        places = {link.number: os.path.join(os.fspath(path), name) for link, name in zip(links, there, strict=False)}
+
+        def load(link: Link) -> None:
+            if link.number in places:
+                link.client._call("loads", places[link.number], **how)
+            elif link.client.initialized:
+                link.client._call("empty")
+
+        self._of_each(load)
+        patiently(self._coordinator, "recount", limiter)
         self._forget_ahead()
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -325,14 +349,17 @@ def _attached(cls: type[ShardedReplayBuffer], name: str, ways: dict[str, Any]) -
     return cls.attach(name, sampler=SAMPLERS[kind](**arguments), **ways)
 
 
-def _saved_limiter(path: Any) -> dict[str, Any] | None:
-    """None: there was none, or the checkpoint is of an earlier version."""
+def _saved(path: Any) -> tuple[list[str], dict[str, Any] | None]:
+    """Directories of shards in their order, and the limiter's ratio and difference."""
     try:
-        with open(os.path.join(path, _LIMITER)) as file:
+        with open(os.path.join(path, _WHOLE)) as file:
             found = json.load(file)
-    except FileNotFoundError:
-        return None
-    return found if found is None else {k: found[k] for k in ("num", "den", "diff")}
+        limiter = found["limiter"]
+        return found["shards"], limiter if limiter is None else {k: limiter[k] for k in ("num", "den", "diff")}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(
+            f"{os.fspath(path)} is no checkpoint of a sharded buffer ({type(e).__name__}: {e}). Nothing was changed"
+        ) from None
 
 
 def _end(coordinator: Any, name: str, timeout: float = 60.0) -> None:

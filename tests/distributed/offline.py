@@ -206,6 +206,12 @@ class _Coordinator:
     def shards_of(self, worker: int) -> list[int]:
         return self.workers[worker]
 
+    def kept(self) -> None:
+        """There is no limiter."""
+
+    def recount(self, saved: None) -> None:
+        pass
+
 
 class Cluster:
     """A sharded buffer: ``shards`` are the actors, ``rows`` their replay buffers, by number."""

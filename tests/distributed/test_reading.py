@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from shmbuf import (
+    CheckpointError,
     LinearScheduler,
     NotEnoughRows,
     PrioritizedSampler,
@@ -81,6 +82,35 @@ def test_rows_of_all_shards_are_waited_for(three):
     rb.wait_rows(n + 1, timeout=60)
     with pytest.raises(ValueError, match="at least one row"):
         rb.sample(0)
+    rb.close()
+
+
+def numbers(rb):
+    return [rb.shard(k)[:]["k"].tolist() for k in range(3)]
+
+
+def test_a_checkpoint_has_the_shards_that_had_rows_and_the_others_are_emptied(offline, name, tmp_path):
+    cluster = offline.sharded(name, [HERE, FAR, "c" * 56], prioritized())
+    rb = cluster.handle(prioritized(), 4)
+    with pytest.raises(RuntimeError, match="none of its shards has ever had a row"):
+        rb.dumps(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    for k in (0, 2):
+        cluster.rows[k].extend(rows(100 * k, VALUES[k]))
+    rb.dumps(tmp_path / "c")
+    for k in range(3):
+        cluster.rows[k].extend(rows(100 * k, VALUES[k]))
+    rb.loads(tmp_path / "c")
+    assert numbers(rb) == [[0, 1, 2], list(range(200, 240)), []]
+    more = tmp_path / "c" / "sharded.json"
+    more.write_text(more.read_text().replace('["shard-0"', '["shard-0", "shard-0", "shard-0"'))
+    with pytest.raises(ValueError, match="4 shards, the buffer 3"):
+        rb.loads(tmp_path / "c")
+    more.write_text("{}")
+    for bad in (tmp_path / "c", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="no checkpoint of a sharded buffer"):
+            rb.loads(bad)
+    assert numbers(rb) == [[0, 1, 2], list(range(200, 240)), []]
     rb.close()
 
 
