@@ -57,7 +57,9 @@ class Allowance:
 
     @classmethod
     def of(cls, limiter: Words, batch: int) -> Allowance:
-        """Raises ValueError where it would deadlock with batches of that size."""
+        """Raises ValueError where it would deadlock with batches of that size. TypeError: no limiter."""
+        if not hasattr(limiter, "words"):
+            raise TypeError(f"limiter={limiter!r}: a RateLimiter, a MinSize or a Queue, or None")
         return cls(scaled(limiter, batch))
 
     # ---- the parameters ---------------------------------------------------------------------------------------------

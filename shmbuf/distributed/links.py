@@ -22,6 +22,8 @@ MOST_UPDATES = 8
 """Priority updates on their way to one shard; one more waits for the oldest."""
 _MOST_DRAWERS = 8
 """Of one handle, of its node's shard: with slices there is one for each size of batch."""
+_KNOWN, _EMPTY = 1.0, 0.1
+"""Seconds that a mass is good for, where the one of the last draw will do; and that of a shard without rows."""
 _LOOK = 1.0
 """Seconds between two looks whether the node of a shard that says nothing is alive."""
 
@@ -51,7 +53,8 @@ class Link:
         self._begin()
 
     def _begin(self) -> None:
-        self.last: Mass | None = None
+        self._last: Mass | None = None
+        self._told = 0.0
         self.applied = self.stale = self.dropped = 0
         self._drawers = Drawers(lambda: self.client.name, _MOST_DRAWERS)
         self._updates: deque[tuple[Any, int]] = deque()
@@ -102,6 +105,18 @@ class Link:
             return True
 
     # ---- drawing --------------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> Mass | None:
+        """The mass as the shard last told it; None: not yet, or too long ago. One without rows is not drawn, so it tells nothing by itself."""
+        known = self._last
+        return (
+            known if known is not None and time.monotonic() - self._told < (_KNOWN if known.sum else _EMPTY) else None
+        )
+
+    @last.setter
+    def last(self, mass: Mass | None) -> None:
+        self._last, self._told = mass, time.monotonic()
 
     def ask_mass(self, spec: Spec) -> Any:
         """A reference, or the mass itself."""

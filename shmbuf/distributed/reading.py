@@ -24,7 +24,7 @@ from shmbuf.distributed.drawing import (
 )
 from shmbuf.distributed.limiting import AHEAD
 from shmbuf.distributed.links import Link, lost_is_gone
-from shmbuf.distributed.rays import Gone, Silent, ask, check_process, short
+from shmbuf.distributed.rays import Gone, Late, Silent, ask, check_process, short
 from shmbuf.distributed.sharing import REFRESH, Sharing
 from shmbuf.errors import Lapped, NotEnoughRows, ShmbufError, StorageLost
 from shmbuf.face.prefetching import Prefetcher
@@ -175,8 +175,9 @@ class Reading(Sharing):
         out: dict[int, Mass] = {}
         asked: list[tuple[Link, Any]] = []
         for link in links:
-            if link.last is not None and not fresh and not link.is_local:
-                out[link.number] = link.last
+            known = link.last
+            if known is not None and not fresh and not link.is_local:
+                out[link.number] = known
                 continue
             try:
                 asked.append((link, link.ask_mass(spec)))
@@ -205,6 +206,8 @@ class Reading(Sharing):
             if any(k.silent for k in links):
                 raise self._unanswered()
         links = [k for k in links if k.number in masses]
+        if not any(m.sum > 0 for m in masses.values()) and any(k.silent for k in self._links.values()):
+            raise self._unanswered()
         stratified = bool(getattr(sampler, "stratified", False))
         shares = np.array([masses[k.number].sum for k in links], np.float64)
         counts = counts_of(n // unit, shares, self._rng, stratified)
@@ -334,23 +337,40 @@ class Reading(Sharing):
                 if self._credit >= n:
                     self._credit -= n
                     return
+            left, why = left_of(timeout, since), "the coordinator does not answer"
             try:
-                granted, why = ask(self._asking("grant", n, AHEAD * n), 10.0)
+                granted, why = self._granted(
+                    n, regime, 10.0 if not timeout or left is None else min(10.0, max(0.05, left))
+                )
                 silent = None
-            except Silent as e:  # it is being started again: not a reason to fail
-                granted, why = 0, f"the coordinator does not answer: {e}"
-                silent = silent or time.monotonic()
+            except Silent:  # it is being started again, which the default timeout allows for
+                granted, silent = 0, silent or time.monotonic()
             except Gone as e:
                 raise StorageLost(f"buffer {self.name!r} was shut down: {e}") from e
             if granted:
                 with self._mutex:
-                    self._credit += granted - n
-                return
+                    self._credit += granted
+                continue
             left = left_of(timeout, since)
-            waiting = silent is not None and time.monotonic() - silent < 30.0
+            waiting = silent is not None and not timeout and time.monotonic() - silent < 30.0
             if left is not None and left <= 0 and not waiting:
                 raise NotEnoughRows(f"the limiter of buffer {self.name!r} lets no batch of {n:,} be sampled: {why}")
             time.sleep(_PAUSE)
+
+    def _granted(self, n: int, regime: int, seconds: float) -> tuple[int, str]:
+        """Rows that may be sampled, or why none. What is answered too late is had by who asks next: nothing is granted twice."""
+        with self._mutex:
+            asked, self._asked = self._asked, None
+        if asked is None:
+            asked = self._asking("grant", n, AHEAD * n), regime
+        try:
+            granted, why = ask(asked[0], seconds)
+        except (Late, KeyboardInterrupt):
+            self._asked = asked
+            raise
+        return (granted, why) if asked[1] == regime else (0, "the limiter was changed")
+
+    _asked: tuple[Any, int] | None = None  # a question that is on its way, and of which limiter
 
     def _give(self, n: int) -> None:
         """n rows that were permitted are not drawn."""

@@ -25,6 +25,7 @@ from shmbuf.distributed.writing import Writing
 from shmbuf.errors import BufferExists, BufferNotFound, CheckpointError, ShmbufError
 from shmbuf.face.making import made_sampler
 from shmbuf.limiter import Words
+from shmbuf.reading import checked_seed
 from shmbuf.replay_buffer import TensorDictReplayBuffer
 from shmbuf.rlightning.table import EpisodeTable
 from shmbuf.samplers import SAMPLERS, Sampler
@@ -88,8 +89,10 @@ class ShardedReplayBuffer(Reading, Writing):
         name = made._make["name"]
         unnamed = name is None
         name = unique(name)
-        if prefetch and size is None:
+        if positive(prefetch, "prefetch", "a number of batches") and size is None:
             raise ValueError("prefetch needs a batch_size: batches of it are drawn ahead")
+        if seed is not None:
+            checked_seed(seed)
         if limiter is not None:
             Allowance.of(limiter, size or 1)
         running(ray_init_config)
@@ -123,14 +126,15 @@ class ShardedReplayBuffer(Reading, Writing):
             ) from None
         try:
             directory = join_all(settings, coordinator, chosen)
+            ways = {"prefetch": prefetch, "seed": seed, "transform": transform}
+            self._join(settings, coordinator, directory, sampler=of_all, **ways)
+            if unnamed:
+                self._until_exit()
         except BaseException as e:
             _end(coordinator, settings.name)
             if isinstance(e, (Gone, Silent)):
                 raise ShmbufError(f"the shards of {name!r} could not be made: {e}") from e
             raise
-        self._join(settings, coordinator, directory, sampler=of_all, prefetch=prefetch, seed=seed, transform=transform)
-        if unnamed:
-            self._until_exit()
 
     @staticmethod
     def _nodes(nodes: Sequence[str] | None) -> list[str]:
@@ -303,9 +307,10 @@ class ShardedReplayBuffer(Reading, Writing):
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget all rows of all shards."""
-        for link in self._living():
-            link.client._call("empty", empty_write_count)
-        self._forget_ahead()
+        try:
+            self._of_each(lambda link: link.client._call("empty", empty_write_count))
+        finally:
+            self._forget_ahead()
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Draw another way from now on, through this handle. Returns the previous sampler. With priorities: those that the buffer keeps."""

@@ -103,7 +103,7 @@ class Sharing:
     @property
     def initialized(self) -> bool:
         """Whether rows were stored anywhere."""
-        return any(link.client.initialized for link in self._living())
+        return any(self._of_each(lambda link: link.client.initialized))
 
     # ---- shards -----------------------------------------------------------------------------------------------------
 
@@ -178,11 +178,11 @@ class Sharing:
         with self._mutex:
             if number in self._lost:
                 return
+            self._asking("lost", number, why)
             self._directory = self._directory.without(number, why)
             entry = self._directory.of(number)
             if entry is not None:
-                self._mourn(entry)
-        self._asking("lost", number, why)
+                self._mourn(entry)  # last: a warning may be an error
 
     def _of_each(self, work: Callable[[Link], T]) -> list[T]:
         """What is done with each shard, with all at the same time, in the order of their numbers; one that is lost meanwhile is left out.

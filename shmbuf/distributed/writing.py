@@ -59,7 +59,7 @@ class Writing(Sharing):
         self._home: int | None = None
         self._routes: dict[str, tuple[int, int]] = {}
         self._streams_named: bool | None = None
-        self._settling = threading.Lock()
+        self._settling: Any = threading.RLock()
 
     def extend(
         self,
@@ -140,12 +140,13 @@ class Writing(Sharing):
 
     def _target(self, env_id: str | None, timeout: float | None, since: float) -> tuple[int, int | None]:
         """The shard, and the stream if it is an environment's. Raises ShmbufError: not within ``timeout`` seconds."""
-        left = left_of(timeout, since)
-        if not self._settling.acquire(timeout=-1 if left is None else left):
-            raise ShmbufError(
-                f"this process has been finding its shard of buffer {self.name!r} for {timeout:g} s. Nothing was stored"
-            )
+        lock, left = self._settling, left_of(timeout, since)
+        held = lock._is_owned()  # by what a signal handler is inside of
         try:
+            if not held and not lock.acquire(timeout=-1 if left is None else left):
+                raise ShmbufError(
+                    f"another thread of this process has been finding its shard of buffer {self.name!r} for {timeout:g} s. Nothing was stored"
+                )
             if env_id is not None:
                 return self._of_environment(env_id, timeout, since)
             if self._home is None or self._home in self._lost:
@@ -161,7 +162,11 @@ class Writing(Sharing):
                 self._know(self._home)
             return self._home, None
         finally:
-            self._settling.release()
+            if not held:
+                try:  # noqa: SIM105 (no other call comes first: Ctrl-C would be let in behind it)
+                    lock.release()
+                except RuntimeError:
+                    pass  # it was not taken
 
     def _of_environment(self, env_id: str, timeout: float | None, since: float) -> tuple[int, int]:
         known = self._routes.get(env_id)

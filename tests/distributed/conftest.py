@@ -25,7 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     if getattr(request.config.option, "loadgroup", False):
-        assert all(i.nodeid.endswith("@ray") for i in request.session.items if "cluster" in getattr(i, "fixturenames", ()))
+        assert all(
+            i.nodeid.endswith("@ray") for i in request.session.items if "cluster" in getattr(i, "fixturenames", ())
+        )
     nodes = Nodes(2)
     yield nodes
     nodes.stop()

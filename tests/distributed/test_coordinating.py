@@ -460,5 +460,18 @@ def test_a_coordinator_that_is_silent_once_is_asked_again(asked):
 
 def test_who_waits_for_another_threads_shard_waits_no_longer_than_he_may(asked):
     writer = Writer(False, home=1)
-    with writer._settling, pytest.raises(ShmbufError, match=r"for 0.1 s. Nothing was stored"):
+    begun, done = threading.Event(), threading.Event()
+
+    def hold():
+        with writer._settling:
+            begun.set()
+            done.wait(60)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    begun.wait(60)
+    with pytest.raises(ShmbufError, match=r"another thread .* for 0.1 s. Nothing was stored"):
         writer._target(None, 0.1, time.monotonic())
+    done.set()
+    other.join()
+    writer._target(None, 0.1, time.monotonic())

@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from shmbuf import (
     PrioritizedSliceSampler,
     RandomSampler,
     SamplerWithoutReplacement,
+    ShardedReplayBuffer,
     ShmStorage,
     SliceSampler,
     StorageLost,
@@ -28,9 +30,11 @@ from shmbuf import (
 )
 from shmbuf.distributed import links
 from shmbuf.distributed.drawing import Spec
+from shmbuf.distributed.limiting import AHEAD
 from shmbuf.errors import TooManyCollectors
 from tests.distributed.helpers import until
 from tests.distributed.offline import FAR, HERE, forked
+from tests.process.interrupts import at_point
 
 
 def rows(first, priorities):
@@ -240,7 +244,7 @@ def test_no_shard_answers_is_no_empty_buffer(offline, name):
             rb.sample()
     cluster.shards[1].go_on()
     until(lambda: not rb.shards()[1]["silent"] or rb._links[1].usable)
-    with pytest.raises(NotEnoughRows, match="empty"):
+    with pytest.raises(StorageLost, match="silent: 0 on node bbbbbbbbbbbb. Their"):
         rb.sample()
     going_on = threading.Timer(0.5, cluster.shards[0].go_on)
     going_on.start()
@@ -402,4 +406,95 @@ def test_the_child_of_a_fork_is_told_so_and_does_not_hang(three):
             said = forked(use)
             assert said.startswith("RuntimeError") and "forked from process" in said and "pickles" in said
     assert len(rb.sample()) == 8
+    rb.close()
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, prioritized])
+def test_a_far_shard_that_was_empty_is_drawn_once_it_has_rows(offline, name, sampler):
+    cluster = offline.sharded(name, [HERE, FAR], sampler())
+    cluster.rows[0].extend(rows(0, [1.0] * 10))
+    rb = cluster.handle(sampler(), 32, prefetch=2)
+
+    def shards():
+        return {k for _ in range(4) for k in rb.sample()["shard"].tolist()}
+
+    assert shards() == {0}
+    for first in (100, 200):
+        cluster.rows[1].extend(rows(first, [1.0] * 90))
+        until(lambda: 1 in shards())
+        cluster.rows[1].empty()
+        until(lambda: shards() == {0})
+    rb.close()
+
+
+def test_ctrl_c_while_a_put_finds_its_shard_keeps_nobody_out(three):
+    rb = three.handle(prioritized(), 4)
+    n, error = 0, None
+    while True:
+        rb._home, n = None, n + 1
+        at, error = at_point(n, lambda: rb.put(rows(500, [1.0])), "_target")
+        if not at:
+            break
+        other = threading.Thread(target=lambda: rb.put(rows(600, [1.0]), timeout=30), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive(), at
+    assert n > 5 and error is None
+    rb.close()
+
+
+@pytest.mark.parametrize("bad", [{"prefetch": -1}, {"seed": "x"}, {"limiter": "x"}])
+def test_what_cannot_be_is_said_before_anything_is_made(name, bad, monkeypatch):
+    monkeypatch.setattr("shmbuf.distributed.sharded.running", lambda init: pytest.fail("something was made"))
+    with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+        ShardedReplayBuffer(storage=ShmStorage(10, name=name), batch_size=2, **bad)
+
+
+def test_a_stopped_coordinator_grants_once_and_a_timeout_is_kept(three):
+    rb = three.handle(prioritized(), 4)
+    rb._directory = replace(rb._directory, limited=True)
+    coordinator = three.coordinator
+    coordinator.stop()
+    for _ in range(3):
+        with pytest.raises(NotEnoughRows, match="the coordinator does not answer"):
+            rb.sample(timeout=0.2)
+    coordinator.go_on()
+    for _ in range(AHEAD):
+        rb.sample(timeout=30)
+    assert coordinator._it.granted == AHEAD * 4
+    rb.close()
+
+
+def test_rows_of_a_silent_shard_are_no_empty_storage(offline, name):
+    cluster = offline.sharded(name, [HERE, FAR], prioritized(), remote_timeout=0.3)
+    cluster.rows[0].extend(rows(0, [1.0]))
+    cluster.rows[0].empty()
+    cluster.rows[1].extend(rows(100, [1.0] * 5))
+    rb = cluster.handle(prioritized(), 4)
+    cluster.shards[1].stop()
+    for _ in range(2):
+        with pytest.raises(StorageLost, match="silent: 1 on node"):
+            rb.sample()
+    cluster.shards[1].go_on()
+    assert len(rb.sample(timeout=60)) == 4
+    rb.close()
+
+
+def test_emptying_goes_past_a_dead_shard(three):
+    rb = three.handle(prioritized(), 4)
+    three.shards[1].die()
+    with pytest.warns(RuntimeWarning, match="shard 1 .* is lost"):
+        rb.empty()
+    assert [len(three.rows[k]) for k in (0, 2)] == [0, 0] and rb.stats()["lost_shards"] == 1
+    rb.close()
+
+
+def test_a_loss_is_told_to_all_even_where_warnings_are_errors(three):
+    rb = three.handle(prioritized(), 4)
+    three.shards[1].die()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            rb.empty()
+    until(lambda: three.coordinator._it.directory().of(1).lost is not None)
     rb.close()
