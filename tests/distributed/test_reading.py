@@ -244,7 +244,7 @@ def test_no_shard_answers_is_no_empty_buffer(offline, name):
             rb.sample()
     cluster.shards[1].go_on()
     until(lambda: not rb.shards()[1]["silent"] or rb._links[1].usable)
-    with pytest.raises(StorageLost, match="silent: 0 on node bbbbbbbbbbbb. Their"):
+    with pytest.raises(StorageLost, match=r"silent: 0 on node bbbbbbbbbbbb\. Their"):
         rb.sample()
     going_on = threading.Timer(0.5, cluster.shards[0].go_on)
     going_on.start()
