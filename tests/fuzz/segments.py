@@ -23,7 +23,7 @@ from shmbuf._extension import native
 from shmbuf.schema import Schema
 from shmbuf.streams import resolve
 
-PAGE, HEADER_BYTES, BUILT_AT, BUILT_BYTES = 4096, 1024, 512, 224
+PAGE, HEADER_BYTES, BUILT_AT, BUILT_BYTES = 4096, 1024, 512, 160
 HEADER, BUILT = struct.Struct("<40xQ8xII8x8Q"), struct.Struct("<10Q")
 MEMBER, SLOT, BLOCK, BLOCK_SLOT, RING = 256, 512, 128, 40, 4096
 CAPACITY, COLLECTORS = 70, 3
