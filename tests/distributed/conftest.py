@@ -15,6 +15,7 @@ from tests.distributed.helpers import Nodes
 from tests.distributed.offline import Offline
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):

@@ -226,6 +226,7 @@ def test_a_shard_without_its_segment_is_lost_and_the_others_are_sampled(three):
         assert set(rb.sample(50)["shard"].tolist()) == {2}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        until(lambda: three.coordinator._it._directory.of(0).lost is not None)
         new = three.handle(prioritized())  # to which that is no news
         assert set(new.sample(50)["shard"].tolist()) == {2} and new.stats()["lost_shards"] == 2
     for it in (rb, ahead, late, new):
