@@ -13,7 +13,7 @@ import resource
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -454,8 +454,13 @@ def destroy(name: str, *, force: bool = False, owner: int | None = None, instanc
 
 def stale_unnamed() -> Iterator[str]:
     """This user's unnamed buffers that nobody is attached to: their owners were killed."""
+    return stale(lambda name: name.startswith(UNNAMED))
+
+
+def stale(which: Callable[[str], Any]) -> Iterator[str]:
+    """Buffers of such names that nobody is attached to."""
     for name in names():
-        if name.startswith(UNNAMED):
+        if which(name):
             try:
                 if not stat.S_ISREG(os.lstat(path_of(name)).st_mode):
                     continue

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import re
+import threading
 from typing import Any, NamedTuple
 
 from shmbuf import segment
@@ -13,6 +14,9 @@ from shmbuf.distributed.rays import need_ray, short
 from shmbuf.errors import ShmbufError
 
 _MADE_UP = re.compile(r"ray-[0-9a-f]{12}(\.\d+)?\.[0-9a-f]{12}")
+
+_RESTARTS = 60.0
+"""Seconds in which Ray starts a killed keeper again."""
 
 GROUPS = {"writing": 4, "reading": 8, "looking": 4, "ending": 1}
 """Threads of an actor that keeps a segment: who waits for room in a ring holds up nobody who reads, and nobody the end."""
@@ -69,10 +73,16 @@ def unique(name: str | None) -> str:
     return segment.check_name(name) if name is not None else f"ray-{os.urandom(6).hex()}"
 
 
-def collect(before: str) -> None:
-    """Remove segments that nobody named and nobody is attached to, before one of them is made: their owners were killed."""
-    if _MADE_UP.fullmatch(before):
-        for name in segment.names():
-            if _MADE_UP.fullmatch(name):
-                with contextlib.suppress(ShmbufError, OSError):
-                    segment.destroy(name)
+def collect(before: str, seconds: float = _RESTARTS) -> None:
+    """Before a segment that nobody named is made: remove those of its kind that nobody is attached to, now and some time from now. Their
+    owners were killed; but a keeper that was killed is started again, and its rows are there."""
+    if _MADE_UP.fullmatch(before) and (left := set(segment.stale(_MADE_UP.fullmatch))):
+        later = threading.Timer(seconds, _remove, [left])
+        later.daemon = True
+        later.start()
+
+
+def _remove(left: set[str]) -> None:
+    for name in left & set(segment.stale(_MADE_UP.fullmatch)):
+        with contextlib.suppress(ShmbufError, OSError):
+            segment.destroy(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import gc
 import os
 import threading
@@ -11,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shmbuf import NotEnoughRows, RandomSampler, RemoteTensorDictReplayBuffer, ShmStorage, StorageLost, segment
+from shmbuf import Buffer, NotEnoughRows, RandomSampler, RemoteTensorDictReplayBuffer, ShmStorage, StorageLost, segment
 from shmbuf.distributed import client as module
 from shmbuf.distributed import keeper as keepers
-from shmbuf.distributed import lives, service
+from shmbuf.distributed import lives, places, service
 from shmbuf.distributed.client import RayClient
 from shmbuf.distributed.packing import unpack
-from shmbuf.errors import CommitInterrupted, CommitPending, TooManyCollectors
+from shmbuf.errors import BufferNotFound, CommitInterrupted, CommitPending, TooManyCollectors
 from tests.distributed.helpers import rows, until, whole
 from tests.distributed.offline import FAR, HERE, forked
 
@@ -297,3 +298,22 @@ def test_a_name_that_is_taken_is_not_removed(offline, name):
         with pytest.raises(Exception, match="exists"):
             serve(name)
         assert there(name) and len(rb) == 3 and torch.equal(rb[:]["k"], torch.arange(3))
+
+
+def test_segments_of_dead_keepers_go_and_of_restarted_ones_stay():
+    """Between a keeper's death and its new beginning nobody is attached."""
+    dead, restarted, named = (f"ray-{os.urandom(6).hex()}.{k}.{'ab' * 6}" for k in range(3))
+    named = named.replace("ray-", "mine-")
+    try:
+        for name in (dead, restarted, named):
+            Buffer.create(name, 10, schema={"k": "int64"}, drain="caller").close()
+        places.collect("mine.cdcdcdcdcdcd", 0.1)  # it is named: nothing of others is looked at
+        places.collect(f"ray-{os.urandom(6).hex()}.{'ab' * 6}", 0.3)
+        assert {dead, restarted} <= set(segment.names())
+        with Buffer.attach(restarted):
+            until(lambda: dead not in segment.names())
+            assert {restarted, named} <= set(segment.names())
+    finally:
+        for name in (dead, restarted, named):
+            with contextlib.suppress(BufferNotFound):
+                segment.destroy(name, force=True)

@@ -211,7 +211,10 @@ ALLOWED = {
     "rays.py": {"importlib.import_module"},
     "state.py": {"loads"},  # of shmbuf.checkpoint
     # Classes and handles on their way between Ray's actors, whose every message is a pickle; nothing of a segment.
-    **{name: {"pickle", "pickle.loads"} for name in ("client.py", "coordinator.py", "keeper.py", "places.py", "service.py")},
+    **{
+        name: {"pickle", "pickle.loads"}
+        for name in ("client.py", "coordinator.py", "keeper.py", "places.py", "service.py")
+    },
 }
 
 
