@@ -360,17 +360,16 @@ class Reading(Sharing):
     def _granted(self, n: int, regime: int, seconds: float) -> tuple[int, str]:
         """Rows that may be sampled, or why none. What is answered too late is had by who asks next: nothing is granted twice."""
         with self._mutex:
-            asked, self._asked = self._asked, None
+            asked = self._asked.pop() if self._asked else None
         if asked is None:
             asked = self._asking("grant", n, AHEAD * n), regime
         try:
             granted, why = ask(asked[0], seconds)
         except (Late, KeyboardInterrupt):
-            self._asked = asked
+            with self._mutex:
+                self._asked.append(asked)
             raise
         return (granted, why) if asked[1] == regime else (0, "the limiter was changed")
-
-    _asked: tuple[Any, int] | None = None  # a question that is on its way, and of which limiter
 
     def _give(self, n: int) -> None:
         """n rows that were permitted are not drawn."""

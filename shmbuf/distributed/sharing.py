@@ -71,6 +71,7 @@ class Sharing:
         self._here, self._identity = here(), os.urandom(8).hex()
         self._mutex = threading.RLock()
         self._refreshing: Any = None
+        self._asked: list[tuple[Any, int]] = []  # questions for grants that are on their way, and of which limiter
         self._refreshed = time.monotonic()
         self._transform = _composed(transform)
         self._closed = False
