@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shmbuf import segment
 from shmbuf._extension import native
 from shmbuf.failures import writer_text
 from shmbuf.reading import Reading, address_of, as_ids
@@ -51,6 +52,10 @@ def as_priorities(priorities: Any, n: int) -> np.ndarray:
 def bad_priority(buffer: Reading, j: int, value: float) -> ValueError:
     if np.isfinite(value) and value >= 0:
         f = buffer._get("priorities")
+        if not np.isfinite([f["alpha"], f["eps"]]).all():  # no such formula was ever set
+            return segment.damaged(
+                buffer.name, f"the formula of priorities has alpha {f['alpha']} and eps {f['eps']}", buffer._owner
+            )
         with np.errstate(all="ignore"):
             leaf = float(np.float64(value + f["eps"]) ** f["alpha"])
         why = f"({value!r} + eps) ** alpha = {leaf:.3g} leaves the range of float32"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 
 import numpy as np
 import pytest
 
-from shmbuf import Buffer, NotEnoughRows
-from tests.unit.helpers import SMALL, k, stuck_drainer
+from shmbuf import Buffer, BufferFormatError, NotEnoughRows, segment
+from tests.unit.helpers import SMALL, k, rows, stuck_drainer
 from tests.unit.helpers_priorities import (
     all_priorities,
     at_rest,
@@ -438,3 +439,19 @@ def test_a_refused_first_put_does_not_fix_the_schema(make):
         assert buf.schema is None and len(buf) == 0
     buf.extend({"y": np.zeros(2, "f4"), "done": np.zeros(2, bool)}, stream=3, priorities=[1.0, 2.0])
     assert buf.priorities([0, 1]).tolist() == pytest.approx([1.0, 2.0])
+
+
+def test_a_damaged_formula_is_said_and_not_the_priority(make):
+    buf = make(drain="caller")
+    buf.keep_priorities(0.6)
+    buf.extend(rows(0, 3))
+    word = struct.pack("<d", -0.6)  # as Formula::pack stores alpha
+    with open(segment.path_of(buf.name), "r+b") as f:
+        data = f.read(1 << 20)
+        places = [at for at in range(0, len(data) - 8, 8) if data[at : at + 8] == word]
+        assert len(places) == 1
+        f.seek(places[0])
+        f.write(struct.pack("<d", float("nan")))
+    for call in (lambda: buf.set_priorities([0], 2.0), lambda: buf.extend(rows(3, 1), priorities=1.5)):
+        with pytest.raises(BufferFormatError, match="formula of priorities has alpha nan"):
+            call()
