@@ -18,7 +18,8 @@ from shmbuf.distributed.sharing import Sharing
 from shmbuf.errors import SchemaError, ShmbufError, StorageLost
 from shmbuf.schema import Schema
 from shmbuf.tensors import tensor_leaves
-from shmbuf.ticket import left_of
+from shmbuf.ticket import left_of, seconds_of
+from shmbuf.turns import alone
 
 _HOME = 60.0
 _TRIES = 4
@@ -140,13 +141,13 @@ class Writing(Sharing):
 
     def _target(self, env_id: str | None, timeout: float | None, since: float) -> tuple[int, int | None]:
         """The shard, and the stream if it is an environment's. Raises ShmbufError: not within ``timeout`` seconds."""
-        lock, left = self._settling, left_of(timeout, since)
-        held = lock._is_owned()  # by what a signal handler is inside of
-        try:
-            if not held and not lock.acquire(timeout=-1 if left is None else left):
-                raise ShmbufError(
-                    f"another thread of this process has been finding its shard of buffer {self.name!r} for {timeout:g} s. Nothing was stored"
-                )
+        with alone(
+            self._settling,
+            seconds_of(left_of(timeout, since)),
+            lambda: ShmbufError(
+                f"another thread of this process has been finding its shard of buffer {self.name!r} for {timeout} s. Nothing was stored"
+            ),
+        ):
             if env_id is not None:
                 return self._of_environment(env_id, timeout, since)
             if self._home is None or self._home in self._lost:
@@ -161,12 +162,6 @@ class Writing(Sharing):
                 self._home = self._joined(timeout, since) if home is None else home
                 self._know(self._home)
             return self._home, None
-        finally:
-            if not held:
-                try:  # noqa: SIM105 (no other call comes first: Ctrl-C would be let in behind it)
-                    lock.release()
-                except RuntimeError:
-                    pass  # it was not taken
 
     def _of_environment(self, env_id: str, timeout: float | None, since: float) -> tuple[int, int]:
         known = self._routes.get(env_id)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from shmbuf.samplers.sequences import SampleUnit
 from shmbuf.schema import Key
 from shmbuf.storage import ShmStorage
 from shmbuf.ticket import seconds_of
+from shmbuf.turns import alone
 from shmbuf.writers import Writer
 
 if TYPE_CHECKING:
@@ -64,21 +65,14 @@ class Face:
         self._lock, self._editing = threading.RLock(), threading.Lock()
         _ALL.add(self)
 
-    @contextlib.contextmanager
-    def _alone(self, timeout: float | None) -> Iterator[None]:
+    def _alone(self, timeout: float | None) -> AbstractContextManager[None]:
         """Threads put in turn. A signal handler inside a put of its own thread gets ConcurrentUse, no deadlock."""
-        seconds, lock = seconds_of(timeout), self._lock
-        mine = lock._is_owned()  # by what this is inside of
-        try:
-            if not mine and not lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX) if seconds >= 0 else -1):
-                raise RingFull(f"another thread of this process has been putting for {seconds:g} s. Nothing was put.")
-            yield
-        finally:
-            if not mine:
-                try:  # noqa: SIM105 (no other call comes first: Ctrl-C would be let in behind it)
-                    lock.release()
-                except RuntimeError:
-                    pass  # it was not taken
+        seconds = seconds_of(timeout)
+        return alone(
+            self._lock,
+            seconds,
+            lambda: RingFull(f"another thread of this process has been putting for {seconds:g} s. Nothing was put."),
+        )
 
     def _timeout(self, timeout: float | None) -> float | None:
         """None: the buffer's."""

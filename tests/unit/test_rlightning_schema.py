@@ -17,10 +17,6 @@ class Seen:
     a: TensorDict
 
 
-def rows(*values, key="observation"):
-    return {key: torch.tensor(values)}
-
-
 BAD = [
     (EnvRet("e", np.zeros(2)), {"action": 1}, r"'observation': got float64\[2\], expected float32\[2\]"),
     (EnvRet("e", np.zeros(3, "f4")), {"action": 1}, r"'observation': got float32\[3\]"),
