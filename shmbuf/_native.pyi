@@ -35,6 +35,10 @@ LOCK_PRESENCE: int = 4611686018427387904
 
 LOCK_DESTROY: int = 4611686018427387907
 
+LOCK_WRITER: int = 4611686018427387905
+
+LOCK_BUILD: int = 4611686018427387906
+
 def config_bytes(max_collectors: int, max_members: int, config_bytes: int) -> int: ...
 
 def bookkeeping_bytes(capacity: int, trajectories: bool) -> int: ...

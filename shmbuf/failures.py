@@ -180,6 +180,7 @@ def device_error_text(member: dict[str, Any]) -> str:
 
 def _holder_text(buffer: Attachment) -> str:
     c = buffer._call("counters")
+    segment.name_writer(c, buffer._get("inode"), buffer._call("members"))
     pid = c["writer_pid"]
     if not c["writer_active"]:
         if buffer._drain == "caller":

@@ -74,8 +74,8 @@ class Reading(Attachment):
         ``size`` (rows), ``linked`` (its name still exists), ``write_count``, ``capacity``, ``utilization``, ``initialized``
         (has a schema); of rings: ``put_rows``,
         ``dropped_rows`` (drop_newest), ``skipped_rows`` (drop_oldest), ``refused_rows`` (RingFull), ``blocked_seconds``; of
-        the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid``, ``writer_active``,
-        ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
+        the writer: ``transactions``, ``takeovers`` (work finished for a dead one), ``writer_pid`` (the last to have signed
+        for it), ``writer_active``, ``writer_age`` (seconds since its last transaction, −1: none yet); ``malformed_records``, ``clears``, ``rows_total``,
         ``first_id``, ``end_id``, ``reserve``; now: ``ring_used_bytes`` of all rings, ``ring_fill`` (0 to 1) of the fullest;
         who died: ``collectors_died``, ``writers_died``, ``processes_died`` (see :meth:`events`); by all processes:
         ``sampled_batches``, ``sampled_rows`` (see :meth:`ages`); ``replay_ratio`` (rows sampled per row stored);

@@ -79,6 +79,29 @@ def process_state(pid: int) -> str | None:
         return None
 
 
+def lock_holder(inode: int, at: int, members: list[dict[str, Any]]) -> int | None:
+    """The pid of whoever holds this lock byte, as the kernel tells it; None: nobody, or nobody that can be seen from here.
+
+    What a holder writes into the segment comes a moment after its lock, and that is when it may have been stopped.
+    """
+    here = pid_namespace()
+    for pid in {m["pid"]: 0 for m in members if m["alive"] and m["pid_namespace"] == here}:
+        with contextlib.suppress(OSError):
+            for number in os.listdir(folder := f"/proc/{pid}/fdinfo"):
+                with contextlib.suppress(OSError), open(f"{folder}/{number}") as f:
+                    # lock: 1: OFDLCK ADVISORY WRITE -1 MAJOR:MINOR:INODE FIRST LAST
+                    locks = (line.split() for line in f if line.startswith("lock:") and "OFDLCK" in line)
+                    if any(w[6].endswith(f":{inode}") and w[7] == str(at) for w in locks):
+                        return pid
+    return None
+
+
+def name_writer(counters: dict[str, Any], inode: int, members: list[dict[str, Any]]) -> None:
+    """Let ``counters`` name who holds the writer role now."""
+    if counters["writer_active"] and (pid := lock_holder(inode, native.LOCK_WRITER, members)):
+        counters["writer_pid"], counters["writer_pid_namespace"] = pid, pid_namespace()
+
+
 def damaged(name: str, why: object, owner: int | None = None) -> BufferFormatError:
     """The error for a buffer that cannot be read, with the remedy."""
     whose = "" if owner in (None, os.getuid()) else f"--owner {owner} "
@@ -346,7 +369,7 @@ def build(handle: Any, schema: Schema, whose: str, seconds: float, place: Place)
         try:  # around the lock, too: Ctrl-C may come between it and us
             if not handle.try_lock_build():
                 if give_up is not None and time.monotonic() >= give_up:
-                    pid = handle.builder_pid
+                    pid = lock_holder(handle.inode, native.LOCK_BUILD, handle.members()) or handle.builder_pid
                     raise RingFull(
                         f"pid {pid} (state {process_state(pid) or 'gone, or of another pid namespace'}) has been reserving the "
                         f"buffer's memory for its first rows for {seconds:g} s. Nothing was put."

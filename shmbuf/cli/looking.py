@@ -59,7 +59,6 @@ SUMMARY = (
     "created",
     "age_seconds",
 )
-LOCK_BUILD = native.LOCK_PRESENCE + 2
 
 
 def buffers(owner: int | None) -> Iterator[tuple[int, str]]:
@@ -164,6 +163,7 @@ def read(handle: Any, info: Info, whole: bool) -> None:
     h = handle.header
     ready, counters = h["ready"], handle.counters()
     members, collectors, now = handle.members(), handle.collectors(), time.time()
+    segment.name_writer(counters, handle.inode, members)
     schema = Schema.from_bytes(handle.schema) if ready else None
     config = msgpack.unpackb(handle.config)
     alive = [m for m in members if m["alive"]]
@@ -227,7 +227,7 @@ def _state(handle: Any, header: Info, info: Info) -> str:
     try:
         st = os.lstat(info["path"])
         if st.st_ino == handle.inode and st.st_size > header["config_bytes"]:  # memory for the first rows is taken
-            return "being built" if byte_is_held(info["path"], LOCK_BUILD) else "half-built"
+            return "being built" if byte_is_held(info["path"], native.LOCK_BUILD) else "half-built"
     except FileNotFoundError:
         return "being destroyed"
     return "no schema yet"

@@ -11,10 +11,10 @@ namespace shmbuf::failpoint {
 // Every label in the code, so that a test can tell a label that never fires from one that does not exist.
 inline constexpr const char *kNames[] = {
     "claim_locked",   "claim_funded",  "claim_described", "claim_active",   "ring_reserved", "ring_half_record",
-    "ring_copied",    "ring_published", "role_taken",     "plan_written",   "plan_sealed",   "txn_reserved",
+    "ring_copied",    "ring_published", "role_locked", "role_taken",     "plan_written",   "plan_sealed",   "txn_reserved",
     "txn_mid_row",    "txn_copied",    "txn_results",     "txn_committed",  "post_base",     "post_cursor",
-    "post_head",      "post_woken",    "txn_done",        "role_released",  "clear_planned", "skip_planned",
-    "build_locked",   "build_grown",   "build_described", "build_ready",    "sweep_locked",  "sweep_freed",
+    "post_head",      "post_woken",    "txn_done",        "role_leaving", "role_released",  "clear_planned", "skip_planned",
+    "build_taken", "build_locked",   "build_grown",   "build_described", "build_ready",    "sweep_locked",  "sweep_freed",
     "slot_closing",   "close_drained", "txn_evicted",     "txn_linked",     "tree_kept",     "tree_leaf_read",
     "tree_leaves_set", "tree_children_read", "tree_level_done", "link_evicted", "link_counted", "link_cleared", "link_bits", "link_stream", "link_settled", "link_chained",
     "link_joined", "link_recycling", "link_recycled", "link_claimed", "limiter_ticket",

@@ -115,6 +115,7 @@ class Handle : public Collecting<Handle> {
     u32 nobody = 0;
     if (!building_.compare_exchange_strong(nobody, this_thread(), acquire)) return false;
     if (lock_byte(lock_fd_, kLockBuild, F_WRLCK)) {
+      FAILPOINT(build_taken);
       store(s_.control().builder_pid, me_.pid, relaxed);
       return true;
     }

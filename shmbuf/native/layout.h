@@ -112,7 +112,7 @@ struct Control {
   u32 n_slots;                    // slots [0, n_slots) have been claimed at least once     collectors, by CAS
   alignas(128) u32 writer_wait;   // futex: the drain thread sleeps
   alignas(128) u32 data_wait;     // futex: somebody waits for rows
-  alignas(128) u32 writer_pid;    // who holds, or last held, the writer role: for people
+  alignas(128) u32 writer_pid;    // who last signed for the writer role (who has just taken it has not yet): for people
   u64 writer_pid_namespace;
   u64 writer_since_ns;            // when it was taken; 0: given back. Whoever takes it and finds another number buries the dead
   u64 takeovers, transactions, last_transaction_ns;

@@ -29,6 +29,7 @@ class WriterRole {
       taken_.store(false, release);
       return false;
     }
+    FAILPOINT(role_locked);
     Control &c = s_.control();
     if (s_.device) {
       DeviceWork &w = c.device_work;
@@ -55,6 +56,7 @@ class WriterRole {
   }
   void give_back() {
     store(s_.control().writer_since_ns, u64(0), relaxed);
+    FAILPOINT(role_leaving);
     unlock_byte(fd_, kLockWriter);
     taken_.store(false, release);
     FAILPOINT(role_released);

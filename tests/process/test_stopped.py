@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shmbuf import Buffer, RingFull, destroy
-from shmbuf.errors import CommitPending, Lapped
+from shmbuf.errors import CommitPending, Lapped, NotEnoughMemory
 from tests import oracle
 from tests.process import workers
 from tests.process.workload import wait_for
@@ -40,6 +40,7 @@ b, acks, k = Buffer.attach(name, readonly="stats" in does), oracle.Acks(path, 16
 if "put(" in does or "extend(" in does:
     b.put(oracle.make_rows(7, k, 5)).wait(); k = acks[7] = 5  # the ring is claimed
 print("begins", flush=True)
+sys.stdin.readline()
 if point: assert native.arm(point + "=stop@1")
 exec(does)
 """
@@ -48,12 +49,18 @@ exec(does)
 class Stopped:
     """A process that has stopped, at a failpoint or by a signal of ours."""
 
-    def __init__(self, name: str, acks: str, act: str, point: str = ""):
+    def __init__(self, name: str, acks: str, act: str, point: str = "", meanwhile: Callable[[], None] = lambda: None):
         env = {**os.environ, **({"SHMBUF_NATIVE": "failpoints"} if point else {})}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ACTOR, name, acks, point, ACTS[act]], stdout=subprocess.PIPE, text=True, env=env
+            [sys.executable, "-c", ACTOR, name, acks, point, ACTS[act]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         assert self.process.stdout.readline() == "begins\n"
+        meanwhile()
+        print(file=self.process.stdin, flush=True)
         self.pid = self.process.pid
         if point:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
@@ -139,8 +146,8 @@ def account(buffer: Buffer, acks: oracle.Acks, actor: Stopped | None = None) -> 
 
 PUTTING = ["ring_reserved", "ring_half_record", "ring_copied", "ring_published"]
 DRAINING = [
-    "role_taken", "plan_written", "plan_sealed", "txn_reserved", "txn_mid_row", "txn_copied", "txn_results", "txn_committed",
-    "post_base", "post_cursor", "post_head", "txn_done",
+    "role_locked", "role_taken", "plan_written", "plan_sealed", "txn_reserved", "txn_mid_row", "txn_copied", "txn_results", "txn_committed",
+    "post_base", "post_cursor", "post_head", "txn_done", "role_leaving",
 ]  # fmt: skip
 UPDATING = ["tree_leaf_read", "tree_leaves_set", "tree_children_read", "tree_level_done"]
 
@@ -172,7 +179,8 @@ def test_who_is_stopped_elsewhere_than_draining_holds_up_nobody(place, act, poin
 @pytest.mark.parametrize("point", DRAINING)
 def test_who_is_stopped_while_he_drains_holds_up_writes_which_name_him(place, point, then):
     buffer, acks = place
-    actor = Stopped(buffer.name, acks.path, "writer", point)
+    # Somebody else has drained last: at the first step the actor has not signed for the role, at the last no longer.
+    actor = Stopped(buffer.name, acks.path, "writer", point, lambda: put(buffer, acks, 5, extend=True))
     writes_wait_and_say_for_whom(buffer, acks, actor.pid)
     waiting = workers.fork(wait_long, buffer.name, acks.path)
     wait_for(
@@ -185,6 +193,28 @@ def test_who_is_stopped_while_he_drains_holds_up_writes_which_name_him(place, po
     assert os.waitpid(waiting, 0)[1] == 0, "a put that waited goes on"
     all_goes_on(buffer, acks)
     account(buffer, acks, actor)
+
+
+@pytest.mark.parametrize("point", ["build_taken", "build_locked", "build_grown"])
+def test_who_is_stopped_while_he_reserves_the_memory_is_named(unique_name, point):
+    """Also where an earlier builder, who failed, has signed for it, and this one has not yet."""
+    begin = (
+        "import sys; from shmbuf import Buffer; from shmbuf._extension import native; b = Buffer.attach(sys.argv[1]); "
+        f"assert native.arm('{point}=stop@1'); b.extend({{'x': [1] * 4}})"
+    )
+    with Buffer.create(unique_name, 1_000_000, timeout=0.2) as buffer:
+        with pytest.raises(NotEnoughMemory):
+            buffer.put({"x": np.zeros((1, 1 << 20))})
+        p = subprocess.Popen(
+            [sys.executable, "-c", begin, unique_name], env={**os.environ, "SHMBUF_NATIVE": "failpoints"}
+        )
+        os.waitid(os.P_PID, p.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(RingFull, match=rf"pid {p.pid} \(state T\) has been reserving .* for 0.2 s"):
+            buffer.put({"x": [1]})
+        os.kill(p.pid, signal.SIGCONT)
+        assert p.wait(20) == 0
+        buffer.extend({"x": [1]}, timeout=30)
+        assert len(buffer) == 5
 
 
 def wait_long(name: str, path: str) -> None:
