@@ -104,12 +104,12 @@ class Priorities(Face):
         gone = ids[torch.from_numpy(kept & ~after).to(ids.device)] if after is not None else ids[:0]
         if len(gone):  # replaced meanwhile
             state = self.buffer._get("priorities")
-            self.update_priority(None, state.get("new_row", 1.0) if state else 1.0, row_id=gone)
+            self.update_priority(None, state["new_row"] if state else 1.0, row_id=gone)
 
     def mark_update(self, index: Any) -> None:
         """Give the rows at these indices the priority of new ones."""
         state = self.buffer._get("priorities")
-        self.update_priority(index, state.get("new_row", 1.0) if state else 1.0)
+        self.update_priority(index, state["new_row"] if state else 1.0)
 
     def _reduced(self, priority: torch.Tensor, n: int, shape: torch.Size | None = None) -> torch.Tensor:
         """One number a row (or for all: of no dimension), of a priority [n, …], or [*shape, …] where the n rows have that shape."""

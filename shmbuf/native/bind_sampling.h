@@ -137,12 +137,11 @@ nb::object priorities(const H &h) {
   const Formula f(w);
   nb::dict d;
   d["alpha"] = f.alpha, d["eps"] = f.eps, d["max_priority_within_buffer"] = f.live_maximum;
-  d["ready"] = h->sampling().keeps_priorities();
-  if (h->sampling().keeps_priorities()) {
-    auto sampling = h->sampling();
-    d["sum"] = sampling.tree().sum(), d["min"] = sampling.tree().min();
-    d["new_row"] = f.priority(first_leaf(w, f, sampling.tree()));
-  }
+  auto sampling = h->sampling();
+  const bool ready = sampling.keeps_priorities();  // else there is no tree: nothing has a priority yet
+  d["ready"] = ready;
+  d["sum"] = ready ? sampling.tree().sum() : 0.0, d["min"] = ready ? sampling.tree().min() : 0.0f;
+  d["new_row"] = f.priority(ready ? first_leaf(w, f, sampling.tree()) : float(f.leaf(1.0)));
   d["applied"] = load(w.applied, relaxed), d["stale"] = load(w.stale, relaxed), d["scrubs"] = load(w.scrubs, relaxed);
   return d;
 }

@@ -229,3 +229,17 @@ def test_a_port_that_is_taken_is_said(shminfo):
         assert (status, out) == (1, "") and err.startswith(f"shminfo: cannot serve on 127.0.0.1 port {port}: ")
     status, out, err = shminfo("metrics", "--serve", "0", "--address", "no.such.host.invalid")
     assert (status, out) == (1, "") and "no.such.host.invalid" in err and "Traceback" not in err
+
+
+def test_a_buffer_that_waits_for_its_first_rows_can_be_looked_at(name, shminfo):
+    """Priorities and a limiter were asked for, and there is no tree yet."""
+    with Buffer.create(name, 100, drain="caller") as buf:
+        buf.keep_priorities(alpha=0.5, eps=0.0)
+        buf.set_limiter(Queue(100))
+        expected = {"ready": False, "sum": 0, "min": 0, "new_row": 1, "applied": 0}
+        assert expected.items() <= buf.stats()["priorities"].items()
+        for command in (["metrics"], ["show"], ["show", "--json"], ["top", "--once", "--interval", "0.05"], ["check"]):
+            status, _, err = shminfo(*command, name)
+            assert (status, err) == (0, ""), command
+        mine = of(name, parsed(shminfo("metrics", name)[1]))
+        assert (mine["priority_sum"], mine["priorities_set_total"], mine["limiter_difference_rows"]) == (0, 0, 0)
