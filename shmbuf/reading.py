@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,25 @@ def as_ids(ids: Any) -> np.ndarray:
 def _left(timeout: float | None, since: float) -> float | None:
     """`left_of`; all of it after a call that did not wait, so that error texts name the user's number."""
     return timeout if time.monotonic() - since < 1e-3 else left_of(timeout, since)
+
+
+class Acquired:
+    """Samples that count while this is entered, and are given back where that ends in an exception.
+
+    No generator: one that Ctrl-C suspends before its body gives back when its traceback dies, to whatever limiter there is then.
+    """
+
+    __slots__ = ("_buffer", "_n", "_timeout")
+
+    def __init__(self, buffer: Reading, n: int, timeout: float | None):
+        self._buffer, self._n, self._timeout = buffer, n, timeout
+
+    def __enter__(self) -> float | None:
+        return self._buffer.acquire_samples(self._n, self._timeout)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._buffer.refund_samples(self._n)
 
 
 class Reading(Attachment):
@@ -243,15 +262,9 @@ class Reading(Attachment):
             raise self._lost(f"{why} while a sampler waited for its limiter")
         return _left(timeout, since) if timeout else timeout
 
-    @contextlib.contextmanager
-    def sampling(self, n: int, timeout: float | None) -> Iterator[float | None]:
+    def sampling(self, n: int, timeout: float | None) -> Acquired:
         """Acquire n rows, give them back if drawing them raises. What is left of timeout is for drawing them."""
-        left = self.acquire_samples(n, timeout)
-        try:
-            yield left
-        except BaseException:
-            self.refund_samples(n)
-            raise
+        return Acquired(self, n, timeout)
 
     def refund_samples(self, n: int) -> None:
         """Give back n rows that were acquired and not drawn."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shmbuf._extension import native
 from shmbuf.buffer import Buffer
-from shmbuf.errors import RingFull
+from shmbuf.errors import ConcurrentUse, RingFull
 from shmbuf.limiter import Words
 from shmbuf.samplers import Sampler
 from shmbuf.samplers.sequences import SampleUnit
@@ -29,9 +30,13 @@ if TYPE_CHECKING:
 _ALL: weakref.WeakSet[Face] = weakref.WeakSet()
 
 
+def _inside() -> Exception:
+    return ConcurrentUse("a signal handler or transform puts inside a put of its own thread. Nothing was put.")
+
+
 def _new_locks() -> None:  # another thread of the parent may have held one at the fork
     for rb in _ALL:
-        rb._lock, rb._editing = threading.RLock(), threading.Lock()
+        rb._new_turns()
         rb._editor, rb._pending = None, []  # its thread stayed in the parent
         if rb._ahead is not None:
             rb._ahead.forget()
@@ -60,10 +65,14 @@ class Face:
     _editor: ThreadPoolExecutor | None = None  # of edits in the background
     _pending: list[Future[Any]] = []  # noqa: RUF012 (never changed in place)
     _editing: Any  # who changes these two
+    _putting: Any  # from the transforms to the put: what they hold back belongs to one put at a time
 
     def _register(self) -> None:
-        self._lock, self._editing = threading.RLock(), threading.Lock()
+        self._new_turns()
         _ALL.add(self)
+
+    def _new_turns(self) -> None:
+        self._lock, self._editing, self._putting = threading.RLock(), threading.Lock(), native.Once(_inside)
 
     def _alone(self, timeout: float | None) -> AbstractContextManager[None]:
         """Threads put in turn. A signal handler inside a put of its own thread gets ConcurrentUse, no deadlock."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
-from shmbuf.errors import ConcurrentUse
 from shmbuf.face.base import Face
 from shmbuf.schema import Key
 from shmbuf.streams import TRAJECTORY_KEYS
@@ -37,7 +36,6 @@ class Transforming(Face):
 
     _transform: Compose | None = None
     _factory: Callable[[], Any] | None = None  # of the chain, called at its first use
-    _inside = False  # a put
 
     def _set_transforms(self, transform: Any, factory: Callable[[], Any] | None, delayed: bool | None) -> None:
         if transform is not None and factory is not None:
@@ -118,20 +116,6 @@ class Transforming(Face):
         """Where rows may say which trajectory they belong to."""
         chosen = self.buffer.config.get("streams") or {}
         return (tuple(chosen["traj_key"]),) if "traj_key" in chosen else TRAJECTORY_KEYS
-
-    @contextlib.contextmanager
-    def _in_turn(self, timeout: float | None) -> Iterator[None]:
-        """From the transforms to the put: what they hold back belongs to one put at a time."""
-        with self._alone(timeout):
-            if self._inside:
-                raise ConcurrentUse(
-                    "a signal handler or transform puts inside a put of its own thread. Nothing was put."
-                )
-            self._inside = True
-            try:
-                yield
-            finally:
-                self._inside = False
 
     def _forward(self, rows: Any) -> Any:
         if not self._transforms():

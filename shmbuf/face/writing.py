@@ -86,7 +86,7 @@ class Writing(Transforming, Priorities):
         Returns LongTensor[n]: their indices. Errors: as `extend`; what could not be stored is still held back.
         """
         timeout, since, stored = self._timeout(timeout), time.monotonic(), []
-        with self._in_turn(timeout):
+        with self._alone(timeout), self._putting:
             parts = parts_of(self.transform) if self._transforms() else []
             for i in reversed(range(len(parts))):
                 for rows, stream, commit in parts[i].pending():
@@ -153,7 +153,7 @@ class Writing(Transforming, Priorities):
         if single and is_tensor_collection(rows):  # as a batch of one
             rows, single = rows.unsqueeze(self._storage.time_dim), False
         timeout, since = self._timeout(timeout), time.monotonic()
-        with self._in_turn(timeout):
+        with self._alone(timeout), self._putting:
             made = self._prepared(rows, stream) if changed else Prepared(rows, stream)
             done = self._commit(made, stream, left_of(timeout, since), prioritise, single)
         return done.wait(left_of(timeout, since)) if wait and isinstance(done, Ticket) else done

@@ -3,6 +3,7 @@
 #include "bind_looking.h"
 #include "bind_putting.h"
 #include "bind_sampling.h"
+#include "turns.h"
 
 namespace shmbuf {
 namespace {
@@ -228,6 +229,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
       .def("mark_destroyed", [](const H &h) { Handle::Use use(*h); h->mark_destroyed(); })
       .def("close", [](const H &h) { nb::gil_scoped_release r; h->close(); });
   bind_sampling(m, handle);
+  bind_turns(m);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ from tests import oracle
 RING = 4096  # 25 rows, one record each
 LARGE = 60  # rows, that do not fit into it
 SHORT = 0.02
-HOME = os.path.dirname(shmbuf.__file__)
+HOME = (os.path.dirname(shmbuf.__file__), contextlib.__file__)  # str.startswith takes both
 
 
 class Scene:
@@ -205,7 +205,7 @@ class Scene:
             sampled = self.mine.limiter_state()["sampled"]
             # Who is interrupted between its permission and the end of its draw may have used up that batch's share.
             assert sampled - self.sampled in ((0,) if waited or error is None else (0, 4)), (
-                "samples were counted that nobody got"
+                f"{sampled - self.sampled} samples were counted that nobody got ({waited=}, {error!r})"
             )
             self.sampled = sampled + 3
         oracle.check_rows(self.mine.draw(3)[0])
@@ -251,15 +251,16 @@ def hammer(kind: str, rounds: int, seed: int = 1) -> None:
         delay, error = (SHORT if waits else 1e-3) * rng.random() + 1e-5, None
         began = time.monotonic()
         try:
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            scene.call(waits)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt as e:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                scene.call(waits)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt as e:  # from the call, or while another error of it was on its way
             late.append(time.monotonic() - began - delay)
             error, hit = e, hit + 1
         except (NotEnoughRows, BufferNotFound, CommitPending, RingFull):
             assert not waits, "nothing was to be waited for so long"
-            signal.setitimer(signal.ITIMER_REAL, 0)
         scene.settle(error, waits)
     error = None  # the frames of its traceback keep handles alive
     scene.account()
@@ -333,9 +334,12 @@ def every_point(kind: str, step: int = 1, only: str = "") -> None:
         try:
             scene.settle(error)
             scene.account()
+            error = None  # the frames of its traceback keep handles alive
+            gc.collect()
+            if kind == "limiter":
+                sampled = scene.mine.limiter_state()["sampled"]
+                assert sampled == scene.sampled, f"{scene.sampled - sampled} samples were given back with the traceback"
             if kind in ("create", "attach", "close"):
-                error = None  # the frames of its traceback keep handles alive
-                gc.collect()
                 assert files() <= before + 2, (
                     f"{files() - before} descriptors leaked"
                 )  # two that had not become a handle

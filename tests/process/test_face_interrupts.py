@@ -60,7 +60,7 @@ def within(seconds: float, call) -> list:
 @pytest.mark.parametrize("what", ["sample", "iterate", "first sample"])
 def test_who_draws_ahead_is_neither_stopped_nor_kept_from_ending(what, monkeypatch):
     waits = (threading.__file__, concurrent.futures.thread.__file__, concurrent.futures._base.__file__)
-    monkeypatch.setattr(interrupts, "HOME", (interrupts.HOME, *waits))  # what shmbuf waits by is Python, too
+    monkeypatch.setattr(interrupts, "HOME", (*interrupts.HOME, *waits))  # what shmbuf waits by is Python, too
 
     def made() -> TensorDictReplayBuffer:
         rb = TensorDictReplayBuffer(storage=ShmStorage(100, drain="caller"), batch_size=4, prefetch=2)
