@@ -46,6 +46,7 @@ class Scene:
         self.holder: Any = None
         self.k, self.others, self.stored = 0, 0, {0: 0, 1: 0}
         self.seen: list[int] = []
+        self.given: Any = None
         self.sampled = 0
         if kind != "build":
             self.other = Buffer.attach(self.name)
@@ -136,12 +137,13 @@ class Scene:
         self.sampled += 4
 
     def do_consume(self, waits: bool) -> None:
-        self.seen += self.reader.draw(64 if waits else 7, timeout=30 if waits else 0)[1].tolist()
+        # Stored without a call: Ctrl-C behind one would come between the reader, who has given these rows, and this account.
+        self.given = self.reader.draw(64 if waits else 7, timeout=30 if waits else 0)
 
     do_consume_of_two = do_epoch = do_consume
 
     def do_shared_epoch(self, waits: bool) -> None:
-        self.seen += self.reader.draw(7, timeout=0)[1].tolist()
+        self.given = self.reader.draw(7, timeout=0)
 
     def do_empty(self, waits: bool) -> None:
         self.mine.empty()
@@ -168,6 +170,9 @@ class Scene:
     def settle(self, error: BaseException | None, waited: bool = False) -> None:
         """Others go on; what is stored of this handle's rows is what it was told, or one call more; then this handle goes on."""
         self.free()
+        if self.given:
+            self.seen += self.given[1].tolist()
+            self.given = None
         if self.kind == "build":
             self.other = Buffer.attach(self.name)
             self.third = segment.attach(self.name)
