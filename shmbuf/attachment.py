@@ -64,7 +64,11 @@ class Attachment:
         self._pid = os.getpid()
         self._place = devices.Place(self.name, self.config.get("device"))
         self._finalizer = weakref.finalize(self, _finalize, handle, self._place, self.name, None, 0)
-        self._have_rows()
+        try:
+            self._have_rows()
+        except BaseException:  # the traceback would keep us attached
+            self._finalizer()
+            raise
 
     # ---- birth and end ------------------------------------------------------------------------------------------
 

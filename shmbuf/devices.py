@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shmbuf._extension import native
-from shmbuf.errors import DeviceError, NotEnoughMemory, StorageLost
+from shmbuf.errors import DeviceError, NotEnoughMemory, StorageLost, TooManyOpenFiles
 from shmbuf.limiter import figures
 
 if TYPE_CHECKING:
@@ -83,17 +83,20 @@ class Place:
 
     def have(self, handle: Any) -> None:
         """Keep the memory of a built buffer, and offer it on. Where that cannot be, `error` says why; StorageLost is raised: the rows are
-        gone."""
+        gone, or TooManyOpenFiles."""
         with self._lock:
             if self.wish is None or self._closed or self._watches:
                 return
-            try:
-                if self.hold is None:
-                    from shmbuf.cuda import holding
+            from shmbuf.segment import enough_files
 
-                    self.hold = holding.take(self.name, handle)
-                self.hold.built()
-                self.hold.watch(lambda: self._gone(handle))
+            try:
+                with enough_files():
+                    if self.hold is None:
+                        from shmbuf.cuda import holding
+
+                        self.hold = holding.take(self.name, handle)
+                    self.hold.built()
+                    self.hold.watch(lambda: self._gone(handle))
                 self._watches = True
                 self.error = None
             except (DeviceError, NotEnoughMemory) as e:
@@ -109,14 +112,17 @@ class Place:
         with self._lock:
             if self.wish is None or self._closed or handle.device_rows is not None:
                 return
-            self.have(handle)
-            if self.hold is None:
-                return
+            from shmbuf.segment import enough_files
+
             try:
-                mapped = self.hold.memory.map(f"buffer {self.name!r}")
+                self.have(handle)
+                if self.hold is None:
+                    return
+                with enough_files():
+                    mapped = self.hold.memory.map(f"buffer {self.name!r}")
                 handle.map_rows(mapped.address, mapped.bytes, mapped.context)
                 self.error = None
-            except (DeviceError, NotEnoughMemory) as e:
+            except (DeviceError, NotEnoughMemory, TooManyOpenFiles) as e:
                 self.error = e
             except native.Gone as e:
                 if len(e.args) < 2:  # closed, say

@@ -127,7 +127,7 @@ def _words(d: Any, status: int) -> str:
 class Refused(DeviceError):
     """A driver call failed. ``status``: the driver's number."""
 
-    def __init__(self, message: str, status: int):
+    def __init__(self, message: str, status: int = 0):  # a copy of it, and a pickle, is made of the message
         super().__init__(message)
         self.status = status
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -117,9 +116,8 @@ class Hold:
         self._offered: sharing.Offered | None = None
         self._keep: Any = None  # the steward's pipe, until it is told that the buffer is built
         self._pid, self._closed = os.getpid(), False
-        self._poll = select.poll()
         if connection is not None:
-            self._poll.register(connection, select.POLLIN | select.POLLHUP)
+            connection.setblocking(False)
 
     def offer(self, handle: Any) -> None:
         """Hand it to whoever asks for it at this member's name. Nothing, if there is no entry for this handle, or a steward does it."""
@@ -142,9 +140,14 @@ class Hold:
     @property
     def lost(self) -> bool:
         """Whether the steward's end of the connection is closed; it says nothing else."""
-        if self.connection is None or self._closed:
+        if self.connection is None or self._closed or self._pid != os.getpid():  # a fork child's handle says so itself
             return False
-        return bool(self._poll.poll(0))
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def built(self) -> None:
         """The buffer has this memory: the steward may not leave with us."""
@@ -189,9 +192,7 @@ def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
             share = Share.of(mapped, instance, "ipc: not needed")
             with _lock:
                 _known[instance] = share
-            hold = Hold(share)
-            hold.offer(handle)
-            return hold
+            return _offered(Hold(share), handle)
     try:
         return _by_steward(name, handle, device, size, reason)
     except DeviceError as e:
@@ -267,7 +268,15 @@ def take(name: str, handle: Any) -> Hold:
                 "of the same name that was replaced? Attach again"
             )
         hold = _held(offer, instance)
-    hold.offer(handle)
+    return _offered(hold, handle)
+
+
+def _offered(hold: Hold, handle: Any) -> Hold:
+    try:
+        hold.offer(handle)
+    except BaseException:
+        hold.close()
+        raise
     return hold
 
 

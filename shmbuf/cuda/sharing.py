@@ -12,6 +12,7 @@ asked. One sleeping thread a process serves all of its buffers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -95,12 +96,14 @@ class Offered:
         with self._lock:
             if self._withdrawn:
                 return True
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener = None
             try:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 listener.bind(self._name)
                 listener.listen(64)
             except OSError as e:
-                listener.close()
+                if listener is not None:
+                    listener.close()
                 if not self._told:
                     self._told = True
                     log.warning("device memory cannot be offered to other processes as %r yet: %s", self._name[1:], e)
@@ -127,7 +130,16 @@ class _Server:
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._drain_wake())
         self._sockets: set[socket.socket] = set()
         self._tasks: list[Callable[[], bool]] = []
-        threading.Thread(target=self._run, name="shmbuf-device", daemon=True).start()
+        self._spare = -1  # a descriptor, to answer with when the process has none left
+        self._keep_spare()
+        try:
+            threading.Thread(target=self._run, name="shmbuf-device", daemon=True).start()
+        except RuntimeError:
+            self.close_in_child()
+            raise DeviceError(
+                "rows in device memory need a thread that hands the memory to other processes, and none is to be had (ulimit -u, a pids "
+                "cgroup or memory limit?)"
+            ) from None
 
     def _run(self) -> None:
         due = 0.0
@@ -167,23 +179,44 @@ class _Server:
             self._selector.register(s, selectors.EVENT_READ, ready)
         self._wake.send(b"1")
 
-    def remove(self, s: socket.socket) -> None:
+    def forget(self, s: socket.socket) -> None:
         with self._lock:
             if s in self._sockets:
                 self._sockets.discard(s)
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(s)
+
+    def remove(self, s: socket.socket) -> None:
+        self.forget(s)
         s.close()
 
     def offer(self, name: str, share: Share) -> Offered:
         """Listen under this name, from now on, or from when it is free."""
         return Offered(self, name, share)
 
+    def _keep_spare(self) -> None:
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _accept(self, listener: socket.socket) -> socket.socket | None:
+        for _ in range(2):
+            try:
+                return listener.accept()[0]
+            except OSError as e:
+                if e.errno not in (errno.EMFILE, errno.ENFILE):  # gone, or withdrawn
+                    return None
+            if self._spare < 0:
+                break
+            os.close(self._spare)
+            self._spare = -1
+        time.sleep(AGAIN)  # he still waits at the door, and epoll says so at once
+        return None
+
     def answer(self, listener: socket.socket, share: Share) -> None:
-        try:
-            peer, _ = listener.accept()
-        except OSError:  # gone, or withdrawn
-            return
+        peer = self._accept(listener)
+        if peer is None:
+            return self._keep_spare()
         keep = False
         retained = share.retain()  # or its descriptor could be another file by the time it is sent
         try:
@@ -216,10 +249,13 @@ class _Server:
                 self.add(peer, lambda: self.remove(peer))  # it says nothing more: readable is its end
             else:
                 peer.close()
+            self._keep_spare()
 
     def close_in_child(self) -> None:
         for s in [*self._sockets, self._wake, self._woken]:
             s.close()
+        if self._spare >= 0:
+            os.close(self._spare)
         self._selector.close()
 
 
@@ -258,7 +294,9 @@ def watch(connection: socket.socket, gone: Callable[[], None]) -> None:
         except OSError:
             ended = True
         if ended:
-            s.remove(connection)
+            s.forget(
+                connection
+            )  # not closed: its number would soon be another file's, and `Hold.lost` would look there
             gone()
 
     s.add(connection, look)
@@ -282,10 +320,14 @@ def _ask_one(name: str, seconds: float) -> Offer | None:
             return None
         if _peer(s)[1] != os.getuid():
             raise PermissionError(f"uid {_peer(s)[1]}")
-        packet, fds, _, _ = socket.recv_fds(s, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        packet, fds, flags, _ = socket.recv_fds(s, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             return None
+        if flags & socket.MSG_CTRUNC:  # it handed over a descriptor, and none is left here
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         offer = Offer(**msgpack.unpackb(packet), fd=fds[0] if fds else -1)
+        if offer.kind == VMM and not fds:
+            return None
         fds = []
         if offer.kind == IPC:
             offer.connection, keep = s, True
@@ -315,8 +357,11 @@ def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
     began = time.monotonic()
     while True:
         members = [m for m in handle.members() if m["alive"] and m["member"] != own]
+        members.sort(key=lambda m: segment.process_state(m["pid"]) in ("T", "t"))  # the stopped answer last, if at all
         silent, refused = [], []
         for m in members:
+            if silent and time.monotonic() - began > patience:
+                break
             try:
                 offer = _ask_one(address_of(instance, m), ANSWER)
             except TimeoutError:
@@ -369,7 +414,7 @@ def _silent_text(what: str, silent: list[dict[str, Any]], waited: float) -> str:
         + (
             f"stopped (kill -CONT {who[0]['pid']} lets it go on)"
             if stopped
-            else "busy without giving up the interpreter lock?"
+            else "busy without giving up the interpreter lock, or without a descriptor left (ulimit -n)?"
         )
         + ". Attach again"
     )

@@ -11,6 +11,7 @@ import threading
 import msgpack
 import pytest
 
+from shmbuf import segment
 from shmbuf.cuda import driver, holding, sharing
 from tests.cuda.helpers import MAKER, PRELUDE, USER, ask, line
 from tests.cuda.test_sharing import TEN, WAYS, steward_of, until
@@ -127,6 +128,28 @@ def test_another_user_s_reader_is_told_that_it_is_refused_not_that_the_rows_are_
 
 
 # ---- answers that are none -------------------------------------------------------------------------------------------
+
+
+def test_the_stopped_are_asked_last(begin, name):
+    stopped = [begin(MAKER, name)]
+    assert line(stopped[0]) == "made"
+    stopped += [begin(USER, name) for _ in range(3)]
+    for p in stopped[1:]:
+        assert line(p) == "attached cuda:0"
+    last = begin(USER, name)
+    assert line(last) == "attached cuda:0"
+    for p in stopped:
+        os.kill(p.pid, signal.SIGSTOP)
+        until(lambda p=p: segment.process_state(p.pid) == "T")
+    counted = (
+        "import shmbuf.cuda.sharing as sharing\nnames, ask_one = [], sharing._ask_one\n"
+        "sharing._ask_one = lambda name, seconds: (names.append(name), ask_one(name, seconds))[1]\n"
+    )
+    user = begin(counted + USER, name)
+    assert line(user) == "attached cuda:0" and ask(user, "len(names)") == "1"
+    assert ask(user, "b._place.hold.memory.pid") == str(last.pid) and ask(user, "stored(b)") == TEN
+    for p in stopped:
+        os.kill(p.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,26 @@ def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
     assert maker.poll() is None and ask(maker, "tried(lambda: b.draw(1))").startswith("StorageLost")
 
 
+def test_who_has_other_files_in_the_place_of_the_connection_reads_no_rows_of_a_dead_steward(begin, name):
+    maker = begin("import socket\n" + MAKER.replace("eval(what)", "tried(lambda: eval(what))"), name, **WAYS["ipc"])
+    assert line(maker) == "made"
+    os.kill(steward_of(name), signal.SIGKILL)
+    until(lambda: ask(maker, "b.destroyed") == "True")
+    assert ask(maker, "globals().update(others=[socket.socketpair() for _ in range(20)])") == "None"
+    for what in ("b.gather([1])", "b.draw(1)", "b.put(rows(10))"):
+        assert ask(maker, what).startswith("StorageLost")
+
+
+def test_several_threads_draw_what_a_steward_holds(begin, name):
+    threads = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def draws():\n"
+        "    with ThreadPoolExecutor(4) as pool: return set(pool.map(lambda _: right(b.draw(4)[0]), range(2000)))\n"
+    )
+    maker = begin(threads + MAKER.replace("eval(what)", "tried(lambda: eval(what))"), name, **WAYS["ipc"])
+    assert line(maker) == "made" and ask(maker, "draws()") == "{True}"
+
+
 def test_a_steward_that_is_not_needed_leaves(begin, name):
     maker = begin(MAKER, name, **WAYS["ipc"])
     assert line(maker) == "made"
@@ -292,6 +312,14 @@ def test_a_context_that_cannot_take_the_kernels_is_told_in_the_driver_s_words(be
     assert ask(user, "b.put(rows(10)).rows") == "1"
 
 
+def test_a_driver_that_does_not_count_its_devices_is_told_in_its_words(begin, name):
+    assert line(begin(MAKER, name)) == "made"
+    user = begin(USER, name, STANDIN_FAIL="cuDeviceGetCount=999")
+    assert line(user).startswith("attached GPU-")
+    said = ask(user, "b.gather([0])")
+    assert said.startswith("Refused: cuDeviceGetCount: 999"), said
+
+
 def test_who_finds_it_takes_its_device_as_it_is_and_no_other(begin, name):
     both = {"STANDIN_DEVICES": f"{A},{B}"}
     maker = begin(MAKER, name, **both)
@@ -305,7 +333,7 @@ def test_who_finds_it_takes_its_device_as_it_is_and_no_other(begin, name):
     assert said.startswith("BufferExists") and f"GPU-{A}" in said and f"GPU-{B}" in said
 
 
-def test_a_fork_child_puts_and_says_why_it_cannot_read(over, name):  # B142
+def test_a_fork_child_puts_and_says_why_it_cannot_read(over, name, way):  # B142
     code = PRELUDE + (
         "b = Buffer.create(sys.argv[1], 100, schema=SPEC, device='cuda', drain='caller', ring_bytes=4096); b.extend(rows(0, 3))\n"
         "host = Buffer.create(None, 10, schema=SPEC, drain='caller'); host.extend(rows(0, 3))\n"
@@ -315,7 +343,7 @@ def test_a_fork_child_puts_and_says_why_it_cannot_read(over, name):  # B142
         "    say(stored(host), b.put(rows(3)).rows); os._exit(0)\n"
         "os.wait(); b.drain(); say(stored(b))"
     )
-    assert over(code, name).splitlines() == ["True"] * 4 + ["[0, 1, 2] 1", "[0, 1, 2, 3]"]
+    assert over(code, name, **way).splitlines() == ["True"] * 4 + ["[0, 1, 2] 1", "[0, 1, 2, 3]"]
 
 
 def test_a_fork_child_that_lives_on_keeps_no_memory_and_holds_nobody_up(begin, name):
