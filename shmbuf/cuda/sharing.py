@@ -358,7 +358,8 @@ def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
     while True:
         members = [m for m in handle.members() if m["alive"] and m["member"] != own]
         members.sort(key=lambda m: segment.process_state(m["pid"]) in ("T", "t"))  # the stopped answer last, if at all
-        silent, refused = [], []
+        silent: list[dict[str, Any]] = []
+        refused: list[dict[str, Any]] = []
         for m in members:
             if silent and time.monotonic() - began > patience:
                 break
