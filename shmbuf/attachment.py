@@ -405,7 +405,8 @@ class Attachment:
         self._columns = schema.native()
         self.marks = streams.resolve(schema, self.config.get("streams") or {})
         self._header = self._handle.header
-        self._have_rows()
+        if self._place.error is None:  # else it has just been waited for; who reads asks again
+            self._have_rows()
         self._schema = schema
 
     def _have_rows(self) -> None:

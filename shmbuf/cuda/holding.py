@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from shmbuf import segment
 from shmbuf.cuda import driver, memory, sharing
 from shmbuf.cuda.memory import IPC, VMM, Memory
 from shmbuf.errors import DeviceError
@@ -218,9 +219,14 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
         line = _line_within(p, STEWARD_STARTS)
         if not line.startswith("member "):
             raise DeviceError(line or f"its steward, pid {p.pid}, ended with status {p.wait(10)} and without a word")
-        offer = sharing.ask_member(handle, int(line.split()[1]), STEWARD_STARTS)
+        try:
+            offer = sharing.ask_member(handle, int(line.split()[1]), STEWARD_STARTS)
+        except TimeoutError:
+            offer = None
         if offer is None:
-            raise DeviceError(f"its steward, pid {p.pid}, does not answer")
+            raise DeviceError(
+                f"its steward, pid {p.pid} ({_state(p.pid)}), does not answer within {STEWARD_STARTS:g} s"
+            )
         hold = _held(offer, instance)
         try:
             hold.memory.map(f"the rows of buffer {name!r}")
@@ -229,6 +235,7 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
             raise
     except BaseException:
         p.stdin.close()
+        p.kill()  # it may be stopped
         raise
     finally:
         p.stdout.close()
@@ -236,13 +243,27 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
     return hold
 
 
+def _state(pid: int) -> str:
+    return {"T": "stopped", None: "gone"}.get(state := segment.process_state(pid), f"in state {state}")
+
+
 def _line_within(p: subprocess.Popen, seconds: float) -> str:
-    timer = threading.Timer(seconds, p.kill)
+    """What it says first. "": it ended. Raises DeviceError: it says nothing, and is killed."""
+    late = ""
+
+    def give_up() -> None:
+        nonlocal late
+        late = f"its steward, pid {p.pid} ({_state(p.pid)}), did not begin within {seconds:g} s"
+        p.kill()
+
+    timer = threading.Timer(seconds, give_up)
     timer.start()
     try:
         first = p.stdout.readline()  # type: ignore[union-attr]
         if not first.startswith(b"member "):
             first = (first + p.stdout.read()).strip().rpartition(b"\n")[2]  # type: ignore[union-attr]
+            if late:
+                raise DeviceError(late)
         return first.decode(errors="replace").strip()
     finally:
         timer.cancel()

@@ -72,6 +72,25 @@ def test_a_steward_that_dies_while_it_is_made_is_an_error_and_no_buffer(over, na
 
 
 @pytest.mark.parametrize("when", WHEN)
+def test_a_steward_that_is_stopped_while_it_is_made_is_named_killed_and_no_buffer(over, name, when):
+    code = PRELUDE + (
+        "from shmbuf.cuda import holding\n"
+        "holding.STEWARD_STARTS, within = 2.0, holding._line_within\n"
+        "def stopped(p, seconds):\n"
+        "    line = within(p, 60.0) if sys.argv[2] == 'after' else ''\n"
+        "    os.kill(p.pid, signal.SIGSTOP)\n"
+        "    while shmbuf.segment.process_state(p.pid) != 'T': time.sleep(0.01)\n"
+        "    return line or within(p, seconds)\n"
+        "holding._line_within = stopped\n"
+        "say(tried(lambda: Buffer.create(sys.argv[1], 100, schema=SPEC, device='cuda')))\n"
+        "say(holding._stewards[0].wait(60), sys.argv[1] in shmbuf.segment.names())\n"
+    )
+    said, left = over(code, name, when, **WAYS["ipc"]).splitlines()
+    assert said.startswith("DeviceError") and "its steward, pid " in said and "(stopped)" in said and " 2 s" in said
+    assert left == "-9 False"
+
+
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("call", MAPS)
 def test_one_who_dies_at_its_first_read_disturbs_nobody(begin, name, call, when):
     maker = begin(MAKER, name)

@@ -130,6 +130,22 @@ def test_another_user_s_reader_is_told_that_it_is_refused_not_that_the_rows_are_
 # ---- answers that are none -------------------------------------------------------------------------------------------
 
 
+def test_who_attaches_beside_a_stopped_holder_waits_for_it_once(begin, name):
+    maker = begin(MAKER, name)
+    assert line(maker) == "made"
+    os.kill(maker.pid, signal.SIGSTOP)
+    counted = (
+        "import shmbuf.cuda.sharing as sharing\nasked, ask = [], sharing.ask\n"
+        "sharing.ask = lambda handle, what: (asked.append(what), ask(handle, what, 0.5))[1]\n"
+    )
+    user = begin(counted + USER, name)
+    assert line(user) == "attached cuda:0"
+    assert ask(user, "b.put(rows(10)).rows") == "1" and ask(user, "len(asked)") == "1"
+    assert f"kill -CONT {maker.pid}" in ask(user, "b.gather([0])")
+    os.kill(maker.pid, signal.SIGCONT)
+    assert ask(user, "stored(b)[:10]") == TEN
+
+
 def test_the_stopped_are_asked_last(begin, name):
     stopped = [begin(MAKER, name)]
     assert line(stopped[0]) == "made"
