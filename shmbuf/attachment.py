@@ -267,7 +267,13 @@ class Attachment:
     def close(self) -> None:
         """Let go: what this handle put is drained if nobody else is at it, its ring is given back. An unnamed buffer goes
         when its creator closes. Closing twice is nothing."""
-        self._finalizer()
+        ending = self._finalizer.peek()
+        try:
+            self._finalizer()
+        except KeyboardInterrupt:  # it is called once only: what was cut short is done here
+            if ending is not None:
+                ending[1](*ending[2])
+            raise
         if self._drain_process is not None and self._drain_process.poll() is None and self._owns:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself, the buffer is destroyed
                 self._drain_process.wait(10)
@@ -466,10 +472,14 @@ def _unpickle(cls: type[Self], name: str, owner: int | None, readonly: bool, ins
 
 def _finalize(handle: Any, place: devices.Place, name: str, instance_id: int | None, owner_pid: int) -> None:
     """instance_id is given by the creator of an unnamed buffer, which ends with it (but not with its forked children)."""
-    failures.attached.pop(id(handle), None)
-    place.withdraw()
-    handle.close()
-    place.close()
+    try:
+        failures.attached.pop(id(handle), None)
+        place.withdraw()
+    finally:
+        try:
+            handle.close()
+        finally:
+            place.close()
     if instance_id is not None and os.getpid() == owner_pid:
         with contextlib.suppress(ShmbufError, OSError):  # gone already
             segment.destroy(name, force=True, instance_id=instance_id)

@@ -67,6 +67,7 @@ class Place:
     def __init__(self, name: str, wish: Wish | None):
         self.name, self.wish = name, wish
         self.hold: Hold | None = None
+        self._taking: Hold | None = None  # before it is `hold`, or was given up
         self.error: Exception | None = None  # why this process does not have them
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._watches = self._closed = False
@@ -94,7 +95,10 @@ class Place:
                     if self.hold is None:
                         from shmbuf.cuda import holding
 
-                        self.hold = holding.take(self.name, handle)
+                        if self._taking is not None:  # Ctrl-C came between
+                            self._taking.close()
+                        self._taking = holding.Hold()
+                        self.hold = holding.take(self.name, handle, self._taking)
                     self.hold.built()
                     self.hold.watch(lambda: self._gone(handle))
                 self._watches = True
@@ -228,10 +232,11 @@ class Place:
                 self.hold.withdraw()
 
     def close(self) -> None:
-        """When the native handle has been closed, or it was not built."""
-        hold, self.hold, self._watches = self.hold, None, False
-        if hold is not None:
-            hold.close()
+        """When the native handle has been closed, or it was not built. Again, if Ctrl-C cut it short."""
+        for hold in (self.hold, self._taking):
+            if hold is not None:
+                hold.close()
+        self.hold, self._taking, self._watches = None, None, False
 
 
 class Watched:

@@ -28,7 +28,8 @@ class Share:
     """The memory of one buffer, as this process has it: what others can be handed (a descriptor, or a steward's handle), which keeps it
     alive and needs no context; and, from its first use here on, a mapping.
 
-    Counted: whoever got it, or called :meth:`retain`, calls :meth:`release`; the last of them lets go of it.
+    It is had by its maker (None), or by ``who``, and by whoever calls :meth:`retain`, until they call :meth:`release`; the last of them lets go
+    of it. What Ctrl-C has cut short is done by the same call again.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Share:
         fd: int = -1,
         ipc_handle: bytes = b"",
         mapped: Memory | None = None,
+        who: object = None,
     ):
         self.instance, self.kind, self.bytes, self.uuid = instance, kind, size, uuid
         self.why, self.pid = why, pid  # why in this way; from whom it came
         self.fd, self.ipc_handle, self.mapped = fd, ipc_handle, mapped
-        self._users, self._lock, self._mapping, self._made_by = 1, threading.Lock(), threading.Lock(), os.getpid()
+        self._users, self._lock, self._mapping = {who}, threading.Lock(), threading.Lock()
 
     @classmethod
     def of(cls, mapped: Memory, instance: int, why: str) -> Share:
@@ -67,35 +69,32 @@ class Share:
                 device = driver.by_uuid(self.uuid, what)
                 try:
                     if self.kind == VMM:
-                        self.mapped = memory.imported(device, os.dup(self.fd), self.bytes)
-                        fd, self.mapped.fd = self.mapped.fd, -1  # ours is the one to be handed on
-                        os.close(fd)
+                        self.mapped = memory.imported(device, self.fd, self.bytes)
                     else:
                         self.mapped = memory.opened(device, self.ipc_handle, self.bytes)
                 except driver.Refused as e:
                     raise DeviceError(_not_opened(what, self, e)) from None
             return self.mapped
 
-    def retain(self) -> bool:
-        """One user more. False: there is nothing left of it."""
+    def retain(self, who: object) -> bool:
+        """``who`` has it, too. False: there is nothing left of it."""
         with self._lock:
             if not self._users:
                 return False
-            self._users += 1
+            self._users.add(who)
             return True
 
-    def release(self) -> None:
-        """One user less. After the last nobody may be reading or writing through it any more."""
+    def release(self, who: object = None) -> None:
+        """``who`` has it no more. After the last nobody may be reading or writing through it."""
         with self._lock:
-            if not self._users:
-                return
-            self._users -= 1
+            self._users.discard(who)
             if self._users:
                 return
-            fd, self.fd = self.fd, -1
         with _lock:
             if _known.get(self.instance) is self:
                 del _known[self.instance]
+        with self._lock:
+            fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
         if self.mapped is not None:
@@ -111,27 +110,30 @@ class Share:
 class Hold:
     """One handle's part in it. :meth:`withdraw` before its native handle is closed, :meth:`close` afterwards."""
 
-    def __init__(self, share: Share, connection: socket.socket | None = None):
-        self.memory = share
-        self.connection = connection  # to the steward, if it has one
+    def __init__(self, made: Share | None = None):
+        self.memory: Share = made  # type: ignore[assignment]  # None: until `take` has it
+        self._who = None if made is not None else self
+        self.connection: socket.socket | None = None  # to the steward, if it has one
         self._offered: sharing.Offered | None = None
         self._keep: Any = None  # the steward's pipe, until it is told that the buffer is built
         self._pid, self._closed = os.getpid(), False
-        if connection is not None:
-            connection.setblocking(False)
 
     def offer(self, handle: Any) -> None:
         """Hand it to whoever asks for it at this member's name. Nothing, if there is no entry for this handle, or a steward does it."""
         if self.memory.kind == VMM or self.memory.is_own:
             entry = sharing.entry_of(handle)
             if entry is not None:
-                self._offered = sharing.server().offer(sharing.address_of(self.memory.instance, entry), self.memory)
+                name = sharing.address_of(self.memory.instance, entry)
+                self._offered = sharing.Offered(
+                    sharing.server(), name, self.memory
+                )  # ours before it begins: Ctrl-C may come between
+                self._offered.begin()
 
     def withdraw(self) -> None:
         """Offer it no more: the name is that of a member who is about to be none."""
-        offered, self._offered = self._offered, None
-        if offered is not None and self._pid == os.getpid():
-            offered.withdraw()
+        if self._offered is not None and self._pid == os.getpid():
+            self._offered.withdraw()
+        self._offered = None
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Call ``gone`` when the steward is dead. Nothing, if there is none."""
@@ -160,8 +162,7 @@ class Hold:
             self._keep = None
 
     def close(self) -> None:
-        if self._closed:
-            return
+        """Again, if Ctrl-C cut it short."""
         self.withdraw()
         self._closed = True
         if self._keep is not None:  # never built: its steward ends
@@ -170,7 +171,8 @@ class Hold:
             return
         if self.connection is not None:
             sharing.server().remove(self.connection)
-        self.memory.release()
+        if self.memory is not None:
+            self.memory.release(self._who)
 
 
 def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
@@ -193,7 +195,13 @@ def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
             share = Share.of(mapped, instance, "ipc: not needed")
             with _lock:
                 _known[instance] = share
-            return _offered(Hold(share), handle)
+            hold = Hold(share)
+            try:
+                hold.offer(handle)
+            except BaseException:
+                hold.close()
+                raise
+            return hold
     try:
         return _by_steward(name, handle, device, size, reason)
     except DeviceError as e:
@@ -227,8 +235,9 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
             raise DeviceError(
                 f"its steward, pid {p.pid} ({_state(p.pid)}), does not answer within {STEWARD_STARTS:g} s"
             )
-        hold = _held(offer, instance)
+        hold = Hold()
         try:
+            _held(hold, offer, instance)
             hold.memory.map(f"the rows of buffer {name!r}")
         except BaseException:
             hold.close()
@@ -269,45 +278,48 @@ def _line_within(p: subprocess.Popen, seconds: float) -> str:
         timer.cancel()
 
 
-def take(name: str, handle: Any) -> Hold:
+def take(name: str, handle: Any, hold: Hold | None = None) -> Hold:
     """The memory of a built buffer, from who has it: kept alive, and offered on; not mapped, so that no context is opened.
 
-    Raises StorageLost, DeviceError.
+    Args:
+        hold: a new one of the caller's, which it closes whatever happens here.
+
+    Raises:
+        StorageLost, DeviceError
     """
     header = handle.header
     instance, what = header["instance_id"], f"buffer {name!r}"
     kind, uuid, size = (header[f"device_{k}"] for k in ("kind", "uuid", "bytes"))
-    with _lock:
-        share = _known.get(instance) if kind == memory.KINDS[VMM] else None
-        hold = Hold(share) if share is not None and share.retain() else None
-    if hold is None:
-        offer = sharing.ask(handle, what)
-        if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
-            offer.drop()
-            raise DeviceError(
-                f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.size:,} bytes) than {what} has: is it attached to one "
-                "of the same name that was replaced? Attach again"
-            )
-        hold = _held(offer, instance)
-    return _offered(hold, handle)
-
-
-def _offered(hold: Hold, handle: Any) -> Hold:
+    hold = Hold() if hold is None else hold
     try:
+        with _lock:
+            share = hold.memory = _known.get(instance) if kind == memory.KINDS[VMM] else None  # type: ignore[assignment]
+            known = share is not None and share.retain(hold)
+        if not known:
+            offer = sharing.ask(handle, what)
+            if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
+                offer.drop()
+                raise DeviceError(
+                    f"pid {offer.pid} handed over other memory ({offer.kind}, {offer.size:,} bytes) than {what} has: is it attached to one "
+                    "of the same name that was replaced? Attach again"
+                )
+            _held(hold, offer, instance)
         hold.offer(handle)
+        return hold
     except BaseException:
         hold.close()
         raise
-    return hold
 
 
-def _held(offer: sharing.Offer, instance: int) -> Hold:
-    """Of what was handed over."""
+def _held(hold: Hold, offer: sharing.Offer, instance: int) -> None:
+    """What was handed over is had by ``hold``."""
     with _lock:
         share = _known.get(instance)
-        if share is None or not share.retain():
+        if share is not None:
+            hold.memory = share
+        if share is None or not share.retain(hold):
             fd, offer.fd = offer.fd, -1
-            share = _known[instance] = Share(
+            hold.memory = _known[instance] = Share(
                 instance,
                 offer.kind,
                 offer.size,
@@ -316,11 +328,13 @@ def _held(offer: sharing.Offer, instance: int) -> Hold:
                 pid=offer.pid,
                 fd=fd,
                 ipc_handle=offer.ipc_handle,
+                who=hold,
             )
     if offer.kind == VMM:
         offer.drop()  # the descriptor that is here already
-        return Hold(share)
-    return Hold(share, offer.connection)
+    elif offer.connection is not None:
+        offer.connection.setblocking(False)
+        hold.connection = offer.connection
 
 
 def _not_opened(what: str, share: Share, error: DeviceError) -> str:

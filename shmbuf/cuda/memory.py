@@ -122,14 +122,13 @@ def _map(device: Device, handle: Any, size: int) -> int:
         access = d.CUmemAccessDesc()
         access.location = _properties(device).location
         access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        try:
-            call("cuMemSetAccess", address, size, [access], 1)
-        except BaseException:
-            call("cuMemUnmap", address, size)
-            raise
-    except BaseException:
+        call("cuMemSetAccess", address, size, [access], 1)
+    except BaseException:  # Ctrl-C may come when any of them was done
         if address:
-            call("cuMemAddressFree", address, size)
+            with contextlib.suppress(DeviceError):  # not mapped
+                call("cuMemUnmap", address, size)
+            with contextlib.suppress(DeviceError):
+                call("cuMemAddressFree", address, size)
         raise
     finally:
         call("cuMemRelease", handle)
@@ -204,14 +203,9 @@ def _try_round_trip(memory: Memory) -> None:
 
 
 def imported(device: Device, fd: int, size: int) -> Memory:
-    """Map what another process handed over. Takes the descriptor."""
-    try:
-        with driver.current(device):
-            address = _map(device, _import(fd), size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return Memory(device, VMM, address, size, fd=fd)
+    """Map what another process handed over. The descriptor stays the caller's."""
+    with driver.current(device):
+        return Memory(device, VMM, _map(device, _import(fd), size), size)
 
 
 # ---- ipc -----------------------------------------------------------------------------------------------------------

@@ -82,33 +82,34 @@ def _peer(s: socket.socket) -> tuple[int, int]:
 
 
 class Offered:
-    """That memory is offered under a name. As long as somebody else has the name it is tried again."""
+    """That memory is offered under a name, from :meth:`begin` on. As long as somebody else has the name it is tried again."""
 
     def __init__(self, on: _Server, name: str, share: Share):
         self._on, self._name, self._share = on, name, share
         self._lock, self._withdrawn, self._told = threading.Lock(), False, False
         self._listener: socket.socket | None = None
+
+    def begin(self) -> None:
         if not self._listen():
-            on.repeat(self._listen)
+            self._on.repeat(self._listen)
 
     def _listen(self) -> bool:
         """Whether no more is to be done."""
         with self._lock:
             if self._withdrawn:
                 return True
-            listener = None
             try:
-                listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                listener = self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 listener.bind(self._name)
                 listener.listen(64)
             except OSError as e:
-                if listener is not None:
-                    listener.close()
+                if self._listener is not None:
+                    self._listener.close()
+                    self._listener = None
                 if not self._told:
                     self._told = True
                     log.warning("device memory cannot be offered to other processes as %r yet: %s", self._name[1:], e)
                 return False
-            self._listener = listener
             self._on.add(listener, lambda: self._on.answer(listener, self._share))
             return True
 
@@ -182,9 +183,9 @@ class _Server:
     def forget(self, s: socket.socket) -> None:
         with self._lock:
             if s in self._sockets:
-                self._sockets.discard(s)
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(s)
+                self._sockets.discard(s)
 
     def remove(self, s: socket.socket) -> None:
         self.forget(s)
@@ -192,7 +193,9 @@ class _Server:
 
     def offer(self, name: str, share: Share) -> Offered:
         """Listen under this name, from now on, or from when it is free."""
-        return Offered(self, name, share)
+        offered = Offered(self, name, share)
+        offered.begin()
+        return offered
 
     def _keep_spare(self) -> None:
         if self._spare < 0:
@@ -218,7 +221,7 @@ class _Server:
         if peer is None:
             return self._keep_spare()
         keep = False
-        retained = share.retain()  # or its descriptor could be another file by the time it is sent
+        retained = share.retain(peer)  # or its descriptor could be another file by the time it is sent
         try:
             peer.setblocking(False)
             if _peer(peer)[1] != os.getuid():
@@ -244,7 +247,7 @@ class _Server:
             pass
         finally:
             if retained:
-                share.release()
+                share.release(peer)
             if keep:
                 self.add(peer, lambda: self.remove(peer))  # it says nothing more: readable is its end
             else:
