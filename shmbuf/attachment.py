@@ -326,8 +326,11 @@ class Attachment:
         if why == "device":
             raise self._device_failed(error.args[1]) from None
         if why == "unmapped":
-            self._place.require(self._bare)
-            self._have_rows()
+            with contextlib.suppress(
+                native.Gone
+            ):  # closed meanwhile, by another thread: the call that is made again says so
+                self._place.require(self._bare)
+                self._have_rows()
             return
         if why != "forked" or self.closed:
             if threading.current_thread().daemon and not threading.main_thread().is_alive():

@@ -150,7 +150,7 @@ class Hold:
         except BlockingIOError:
             return False
         except OSError:
-            return True
+            return not self._closed  # by another thread, meanwhile
 
     def built(self) -> None:
         """The buffer has this memory: the steward may not leave with us."""

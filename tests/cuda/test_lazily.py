@@ -128,6 +128,21 @@ def test_who_waits_for_a_drainer_that_dies_maps_and_does_it(begin, name, tmp_pat
     assert line(user) == "[10]" and ask(user, "has()") == MAPPED
 
 
+def test_a_handle_that_is_closed_while_its_rows_are_mapped_says_so(begin, name):
+    maker = begin(MAKER, name)
+    assert line(maker) == "made"
+    closes = (
+        "from shmbuf.cuda import holding\n"
+        "mapping = holding.Share.map\n"
+        "holding.Share.map = lambda share, what: (mapping(share, what), b._bare.close())[0]\n"
+    )
+    user = begin(closes + USER, name)
+    assert line(user) == "attached cuda:0"
+    for what in ("b.draw(1)", "b.gather([1])"):
+        said = ask(user, what)
+        assert said.startswith("ValueError") and "is closed" in said
+
+
 def test_drain_is_a_use(begin, over, name):
     maker = begin(MAKER, name)
     assert line(maker) == "made"

@@ -197,6 +197,17 @@ def test_a_descriptor_that_comes_with_nonsense_is_closed(address, packet):
     assert not any("nonsense" in path for path in held)
 
 
+def test_a_connection_that_is_closed_here_while_it_is_looked_at_is_no_loss(share):
+    class Closing:
+        def recv(self, *_):
+            hold._closed = True  # what another thread's close() does
+            raise OSError("closed")
+
+    hold = holding.Hold(share)
+    hold.connection = Closing()
+    assert not hold.lost
+
+
 # ---- older drivers, MIG ----------------------------------------------------------------------------------------------
 
 LACKS = """
