@@ -108,6 +108,17 @@ def _forked() -> str:
     )
 
 
+def _after_fork() -> None:
+    """A thread of the parent may have been starting the driver: its lock is nobody's here, and its beginning of no use."""
+    global _lock, _started
+    if _started is None and _lock.locked():
+        _started = (os.getppid(), None)
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def forked() -> bool:
     """Whether this process comes from a fork of one that had begun to use CUDA here."""
     return _started is not None and _started[0] != os.getpid()

@@ -346,6 +346,21 @@ def test_a_fork_child_puts_and_says_why_it_cannot_read(over, name, way):  # B142
     assert over(code, name, **way).splitlines() == ["True"] * 4 + ["[0, 1, 2] 1", "[0, 1, 2, 3]"]
 
 
+def test_a_fork_while_a_thread_starts_the_driver_is_one_of_a_process_that_uses_it(over):
+    code = PRELUDE + (
+        "import threading\nfrom cuda.bindings import driver as d\n"
+        "init, inside, go_on = d.cuInit, threading.Event(), threading.Event()\n"
+        "d.cuInit = lambda flags: (inside.set(), go_on.wait(), init(flags))[2]\n"
+        "from shmbuf.cuda import driver\n"
+        "t = threading.Thread(target=driver.bindings); t.start(); inside.wait()\n"
+        "if not os.fork():\n"
+        "    signal.alarm(20)\n"
+        "    said = tried(driver.bindings); say('DeviceError' in said and 'spawn' in said or said); os._exit(0)\n"
+        "say(os.wait()[1]); go_on.set(); t.join(); say(len(driver.devices()))\n"
+    )
+    assert over(code).splitlines() == ["True", "0", "1"]
+
+
 def test_a_fork_child_that_lives_on_keeps_no_memory_and_holds_nobody_up(begin, name):
     code = MAKER.replace('say("made")', 'child = os.fork()\nif not child: time.sleep(1000)\nsay("made")')
     maker = begin(code, name)
