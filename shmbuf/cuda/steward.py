@@ -35,8 +35,7 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
     try:
         if handle.header["instance_id"] != instance:
             raise BufferNotFound(f"buffer {name!r} is another one by now")
-        if handle.member < 0:
-            raise DeviceError(f"buffer {name!r} has no entry left for its steward: all are taken")
+        _require_entry(name, handle)
         device = driver.by_uuid(uuid, f"buffer {name!r}")
         mapped = memory.allocate(device, size, f"the rows of buffer {name!r}")
         hold = holding.Hold(holding.Share.of(mapped, instance, f"vmm: {why}"))
@@ -62,6 +61,7 @@ def keep(name: str) -> None:
     try:
         if not msgpack.unpackb(handle.config).get("device"):
             raise ValueError(f"buffer {name!r} keeps its rows in host memory, which needs no steward")
+        _require_entry(name, handle)
         while not handle.ready:
             if handle.destroyed or not handle.linked:
                 return
@@ -80,6 +80,12 @@ def keep(name: str) -> None:
         handle.close()
         if hold is not None:
             hold.close()
+
+
+def _require_entry(name: str, handle: Any) -> None:
+    """Nobody asks for memory who is not in the table."""
+    if handle.member < 0:
+        raise DeviceError(f"buffer {name!r} has no entry left for its steward: all are taken")
 
 
 def _stay(handle: Any, *, leave_when_alone: bool) -> None:

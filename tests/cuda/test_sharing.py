@@ -191,6 +191,20 @@ def test_a_steward_keeps_rows_while_nobody_else_does(begin, name, driver):
         assert steward.wait(60) == 0
 
 
+def test_a_steward_that_nobody_could_ask_keeps_nothing(begin, name, driver):
+    maker = begin(MAKER.replace("b = Buffer", "shmbuf.memory.MAX_MEMBERS = 1; b = Buffer"), name)
+    assert line(maker) == "made"
+    keeper = subprocess.run(
+        [sys.executable, "-m", "shmbuf.cuda.steward", name],
+        env={**os.environ, **driver},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert keeper.returncode == 1 and "no entry left" in keeper.stderr
+
+
 def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
     way = WAYS["ipc"]
     maker = begin(MAKER, name, **way)
