@@ -132,7 +132,7 @@ def coordinator_name(name: str) -> str:
 
 
 def shard_name(name: str, number: int) -> str:
-    return f"shmbuf.{name}.shard.{number}"
+    return f"{coordinator_name(name)}/{number}"  # no buffer's name has a slash
 
 
 def actor(name: str) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from shmbuf.distributed.directory import Directory, Entry, Settings, lost_text
 from shmbuf.distributed.joining import join, patiently
 from shmbuf.distributed.links import Link
-from shmbuf.distributed.rays import Gone, Silent, ask, check_process, here, need_ray
+from shmbuf.distributed.rays import Gone, Silent, alive_nodes, ask, check_process, here, need_ray
 from shmbuf.errors import StorageLost
 from shmbuf.reading import checked_seed
 from shmbuf.samplers import Sampler
@@ -246,8 +246,11 @@ class Sharing:
         return self._link(number).client
 
     def add_shard(self, node_id: str | None = None) -> int:
-        """The number of that node's shard (default: this node's), which is made if it has none. Raises what making it raises."""
+        """The number of that node's shard (default: this node's), which is made if it has none. ValueError: no living node has that id.
+        Raises what making it raises."""
         self._check_open()
+        if node_id is not None and node_id not in (alive := alive_nodes()):
+            raise ValueError(f"node_id={node_id!r}: ids of living nodes are {alive}")
         number = join(self._settings, self._coordinator, node_id or self._here)
         self._update_directory()
         return number

@@ -12,7 +12,7 @@ from shmbuf import RateLimiter, ShmbufError, StorageLost
 from shmbuf.distributed import coordinator as coordinating
 from shmbuf.distributed import joining
 from shmbuf.distributed.coordinator import Coordinator
-from shmbuf.distributed.directory import Entry, Reserved, Routes, Settings
+from shmbuf.distributed.directory import Entry, Reserved, Routes, Settings, coordinator_name, shard_name
 from shmbuf.distributed.limiting import Report
 from shmbuf.distributed.places import Place, Recipe
 from shmbuf.distributed.rays import Gone, Silent
@@ -345,7 +345,7 @@ def test_who_takes_over_looks_first_for_what_the_dead_left(monkeypatch):
 
     assert joining.join(settings(), None, NODES[0]) == 3 and (Entry(3, NODES[0], entry(0).place),) in told
     monkeypatch.setattr(joining, "actor", lambda name: told.append(name) or {}["none"])
-    assert joining.join(settings(), None, NODES[0]) == 4 and told[-2:] == ["shmbuf.b.shard.3", "made"]
+    assert joining.join(settings(), None, NODES[0]) == 4 and told[-2:] == ["shmbuf.b/3", "made"]
 
 
 class Maker:
@@ -475,3 +475,9 @@ def test_who_waits_for_another_threads_shard_waits_no_longer_than_he_may(asked):
     done.set()
     other.join()
     writer._target(None, 0.1, time.monotonic())
+
+
+def test_a_buffer_called_like_a_shard_is_none():
+    names = ["b", "b.0", "b.shard.0", "b.shard"]
+    actors = [coordinator_name(n) for n in names] + [shard_name(n, k) for n in names for k in (0, 10)]
+    assert len(set(actors)) == 12

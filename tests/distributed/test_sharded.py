@@ -203,6 +203,7 @@ def test_errors_change_nothing(cluster, rb):
         (KeyError, "td_error", lambda: rb.update_tensordict_priority(batch.exclude("td_error"))),
         (KeyError, "shard", lambda: rb.update_tensordict_priority(rows(0, 1, td_error=torch.ones(1)))),
         (ValueError, "timeout=-1", lambda: rb.sample(2, timeout=-1)),
+        (ValueError, "ids of living nodes are", lambda: rb.add_shard("nonode")),
         (TypeError, "env_id or stream", lambda: rb.extend(rows(0, 1), env_id="a", stream=1)),
         (ValueError, "routes no environments", lambda: rb.extend(rows(0, 1), env_id="a")),
         (TypeError, "ConsumingSampler: shards draw", lambda: rb.set_sampler(ConsumingSampler())),

@@ -103,9 +103,9 @@ static void run(const std::vector<std::function<void(Rng &)>> &bodies, const u64
     return true;
   };
   for (u64 i = 0; i < bodies.size(); ++i) start(i);
-  for (Rng rng{seed}; now_ns() < end;) {
+  for (Rng rng{seed}; now_ns() < end || (progress && !load(*progress, relaxed) && now_ns() < end + 10'000'000'000);) {  // without a free core nobody has begun
     usleep(useconds_t(rng.below(1000)));
-    kill(pids[rng.below(pids.size())], SIGKILL);
+    if (now_ns() < end) kill(pids[rng.below(pids.size())], SIGKILL);
     for (u64 i = 0; i < bodies.size(); ++i)
       if (died(i, WNOHANG)) start(i);
   }

@@ -252,7 +252,7 @@ def test_stopped_at_random_moments(place, act):
         reads_go_on(buffer)
         rows = oracle.make_rows(0, int(acks.counts[0]), 5)
         try:
-            buffer.extend(rows, timeout=0.2)
+            buffer.extend(rows, timeout=0.5)  # no process is kept from the cores for so long
         except (CommitPending, RingFull) as e:
             assert re.search(rf"pid {actor.pid} holds the writer role and is stopped", str(e)), e
             held_up += 1

@@ -9,6 +9,7 @@ from .peers import NAMES, OURS, OURS_NUMPY
 from .plan import (
     ACTOR,
     ALONE,
+    APART,
     BESIDE,
     BURNING,
     CALL,
@@ -191,6 +192,10 @@ def _prioritised(results: Results, settings: Settings) -> Iterator[Line]:
         yield Line(
             f"sample + update, {_count(n, 'learner')}", "calls/s", rates[n], {}, goal, errors=f"learners/{row.name}"
         )
+    apart = results.get(f"learners/{row.name}/{APART}/{OURS}")
+    explained = Goal("", over(apart, rates[1]), "x 1 learner")
+    what = "sample + update, 2 learners, each with a buffer of its own"
+    yield Line(what, "calls/s", apart, {}, explained, errors=f"learners/{row.name}")
 
     place = f"updaters/{row.name}"
     updates = results.get(f"{place}/updates/{OURS}")

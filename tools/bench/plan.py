@@ -31,7 +31,7 @@ SLICED = (
 )
 SIZES = (10_000, 1_000_000, 10_000_000)
 # What the sampler has beside it, and the rows and records of those who write.
-ALONE, WRITING, BURNING, COPYING = "alone", "writing", "burning", "copying"
+ALONE, WRITING, BURNING, COPYING, APART = "alone", "writing", "burning", "copying", "apart"
 UPDATING = "updating"
 # Who loses a collector, and what a round of that can come to.
 CPPRB_PRIORITISED = "cpprb prioritised"

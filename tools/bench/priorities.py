@@ -19,7 +19,7 @@ from . import samplers
 from .ingest import Crew
 from .isolate import Emitter
 from .peers import OURS
-from .plan import ALONE, BURNING, PRIORITISED, UPDATING
+from .plan import ALONE, APART, BURNING, PRIORITISED, UPDATING
 from .rows import ROWS, Row
 from .sampling import check_memory, take_turns, time_calls
 from .settings import Settings
@@ -194,18 +194,32 @@ assert (OURS, *_PEERS) == PRIORITISED
 
 
 def _learners(spec: dict, settings: Settings, emit: Emitter) -> None:
-    """Calls a second, in sum, of 1, 2 and 4 learner processes."""
+    """Calls a second, in sum, of 1, 2 and 4 learner processes; and of 2 that share nothing, which is what the machine has to give."""
     emit.at(OURS)
     row, name = ROWS[spec["row"]], Path(spec["scratch"]).name
-    with _buffer(row, settings.capacity(row), settings.batch_size, name):
+    size = settings.capacity(row), settings.batch_size
+    place, rounds = f"learners/{row.name}", range(settings.beside_rounds)
+    with _buffer(row, *size, name):
         workers = Workers(4, _learn, name, settings.batch_size)
         try:
             for count in (1, 2, 4):
                 workers.round(count, settings.warm_seconds)
-                rates = [workers.round(count, settings.round_seconds) for _ in range(settings.beside_rounds)]
-                emit.values(f"learners/{row.name}/{count}/{OURS}", rates)
+                rates = [workers.round(count, settings.round_seconds) for _ in rounds]
+                emit.values(f"{place}/{count}/{OURS}", rates)
         finally:
             workers.close()
+        with _buffer(row, *size, name + ".other"):
+            apart = [Workers(1, _learn, n, settings.batch_size) for n in (name, name + ".other")]
+            try:
+                for seconds in (settings.warm_seconds, *[settings.round_seconds for _ in rounds]):
+                    for each in apart:
+                        each.start(1, seconds)
+                    rate = sum(each.finish(1) for each in apart)
+                    rates.append(rate)
+                emit.values(f"{place}/{APART}/{OURS}", rates[-len(rounds) :])
+            finally:
+                for each in apart:
+                    each.close()
 
 
 def _updaters(spec: dict, settings: Settings, emit: Emitter) -> None:
