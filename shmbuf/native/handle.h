@@ -302,6 +302,7 @@ class Handle : public Collecting<Handle> {
   void mark_destroying() { std::atomic_ref<u32>(s_.control().destroyed).fetch_or(kDestroying, seq_cst); }  // before the name goes
   // Tell everybody attached that the name is gone.
   void mark_destroyed() {
+    if (readonly_) return;  // who sees the end of device memory may be able to look only
     Control &c = s_.control();
     std::atomic_ref<u32>(c.destroyed).fetch_or(kDestroyed, seq_cst);
     for (u32 *w : {&c.data_wait, &c.ready_wait, &c.writer_wait}) wake_always(*w);

@@ -230,6 +230,25 @@ def test_the_death_of_the_steward_is_the_end_for_everybody_at_once(begin, name):
     assert maker.poll() is None and ask(maker, "tried(lambda: b.draw(1))").startswith("StorageLost")
 
 
+def test_who_may_only_look_outlives_the_steward(begin, name):
+    maker = begin(MAKER, name, **WAYS["ipc"])
+    assert line(maker) == "made"
+    user = begin(USER.replace("attach(sys.argv[1])", "attach(sys.argv[1], readonly=True)"), name, **WAYS["ipc"])
+    assert line(user) == "attached cuda:0" and ask(user, "stored(b)") == TEN
+    steward = steward_of(name)
+    maker.kill()
+    maker.wait()
+    os.kill(steward, signal.SIGKILL)
+    until(lambda: ask(user, "b._place.lost") == "True")
+    until(
+        lambda: (
+            ask(user, "b._place.hold.connection in __import__('shmbuf.cuda').cuda.sharing.server()._sockets") == "False"
+        )
+    )
+    for what in ("b.gather([1])", "b.draw(1)"):
+        assert ask(user, what).startswith("StorageLost")
+
+
 def test_who_has_other_files_in_the_place_of_the_connection_reads_no_rows_of_a_dead_steward(begin, name):
     maker = begin("import socket\n" + MAKER.replace("eval(what)", "tried(lambda: eval(what))"), name, **WAYS["ipc"])
     assert line(maker) == "made"
