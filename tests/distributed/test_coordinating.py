@@ -99,7 +99,7 @@ def ray(monkeypatch):
     monkeypatch.setattr(coordinating, "need_ray", lambda: ray)
     monkeypatch.setattr(coordinating, "alive_nodes", lambda: NODES)
     monkeypatch.setattr(coordinating, "ask", lambda ref, timeout=None: ref.get())
-    monkeypatch.setattr(coordinating, "actor", lambda name: ray.shards[int(name.rsplit(".", 1)[1])])
+    monkeypatch.setattr(coordinating, "actor", lambda name: ray.shards[int(name.rsplit("/", 1)[1])])
     monkeypatch.setattr(coordinating, "named_shards", lambda name: dict(ray.shards))
     monkeypatch.setattr(coordinating, "end_shards", lambda name, entries, timeout: ray.shards.clear())
     monkeypatch.setattr(coordinating, "_TICK", 0.001)
