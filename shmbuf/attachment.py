@@ -326,9 +326,7 @@ class Attachment:
         if why == "device":
             raise self._device_failed(error.args[1]) from None
         if why == "unmapped":
-            with contextlib.suppress(
-                native.Gone
-            ):  # closed meanwhile, by another thread: the call that is made again says so
+            with contextlib.suppress(native.Gone):  # another thread has closed it: the call that is made again says so
                 self._place.require(self._bare)
                 self._have_rows()
             return

@@ -124,9 +124,8 @@ class Hold:
             entry = sharing.entry_of(handle)
             if entry is not None:
                 name = sharing.address_of(self.memory.instance, entry)
-                self._offered = sharing.Offered(
-                    sharing.server(), name, self.memory
-                )  # ours before it begins: Ctrl-C may come between
+                # Ours before it begins: Ctrl-C may come between.
+                self._offered = sharing.Offered(sharing.server(), name, self.memory)
                 self._offered.begin()
 
     def withdraw(self) -> None:

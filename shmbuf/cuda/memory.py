@@ -27,10 +27,7 @@ _BLOCK = 2 << 20  # bytes
 
 
 class Memory:
-    """A mapped allocation. ``address`` and ``bytes`` as the driver has them; ``fd`` (vmm) or ``ipc_handle`` (ipc) are what others map it by.
-
-    Counted: whoever made it, and whoever called :meth:`retain`, calls :meth:`release`; the last of them unmaps it.
-    """
+    """A mapped allocation. ``address`` and ``bytes`` as the driver has them; ``fd`` (vmm) or ``ipc_handle`` (ipc) are what others map it by."""
 
     def __init__(
         self,
@@ -47,40 +44,27 @@ class Memory:
         self.device, self.kind, self.address, self.bytes = device, kind, address, size
         self.fd, self.ipc_handle, self.why = fd, ipc_handle, why
         self.is_own = own  # made by this process
-        self._users, self._lock, self._pid = 1, threading.Lock(), os.getpid()
+        self._mapped, self._lock, self._pid = True, threading.Lock(), os.getpid()
 
     @property
     def context(self) -> int:
         """The CUcontext, as a number."""
         return int(driver.context(self.device))
 
-    def retain(self) -> bool:
-        """One user more. False: it is unmapped already."""
+    def release(self) -> None:
+        """Unmap it, once. Nobody may be reading or writing through it any more."""
         with self._lock:
-            if not self._users:
-                return False
-            self._users += 1
-            return True
-
-    def release(self) -> bool:
-        """One user less; the last unmaps it (True). Nobody may be reading or writing through it any more."""
-        with self._lock:
-            if not self._users:
-                return False
-            self._users -= 1
-            if self._users:
-                return False
+            mapped, self._mapped = self._mapped, False
             fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-        if self._pid != os.getpid():  # the driver's state is the parent's
-            return True
+        if not mapped or self._pid != os.getpid():  # the driver's state is the parent's
+            return
         with contextlib.suppress(DeviceError, NotEnoughMemory), driver.current(self.device):
             if self.kind == VMM:
                 _unmap(self.address, self.bytes)
             else:
                 call("cuMemFree" if self.is_own else "cuIpcCloseMemHandle", self.address)
-        return True
 
     def drop_in_child(self) -> None:
         """After a fork: the child keeps nothing alive."""

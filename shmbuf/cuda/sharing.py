@@ -191,12 +191,6 @@ class _Server:
         self.forget(s)
         s.close()
 
-    def offer(self, name: str, share: Share) -> Offered:
-        """Listen under this name, from now on, or from when it is free."""
-        offered = Offered(self, name, share)
-        offered.begin()
-        return offered
-
     def _keep_spare(self) -> None:
         if self._spare < 0:
             with contextlib.suppress(OSError):
@@ -297,9 +291,8 @@ def watch(connection: socket.socket, gone: Callable[[], None]) -> None:
         except OSError:
             ended = True
         if ended:
-            s.forget(
-                connection
-            )  # not closed: its number would soon be another file's, and `Hold.lost` would look there
+            # Not closed: its number would soon be another file's, and `Hold.lost` would look there.
+            s.forget(connection)
             gone()
 
     s.add(connection, look)

@@ -43,7 +43,8 @@ def listening(address) -> socket.socket:
 
 def test_a_name_that_somebody_else_has_is_taken_when_it_is_free(address, share):
     other = listening(address)
-    offered = sharing.server().offer(address, share)
+    offered = sharing.Offered(sharing.server(), address, share)
+    offered.begin()
     other.close()
 
     def answered():
@@ -67,7 +68,8 @@ def test_a_name_that_somebody_else_has_is_taken_when_it_is_free(address, share):
 
 def test_what_is_withdrawn_before_it_could_be_offered_is_tried_no_more(address, share):
     other = listening(address)
-    offered = sharing.server().offer(address, share)
+    offered = sharing.Offered(sharing.server(), address, share)
+    offered.begin()
     assert offered._listen in sharing.server()._tasks
     offered.withdraw()
     until(lambda: offered._listen not in sharing.server()._tasks)
