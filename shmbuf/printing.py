@@ -92,7 +92,7 @@ def table(*columns: str, title: str | None = None) -> Any:
 STYLES = {
     **dict.fromkeys(("ok", "alive", "sound"), "green"),
     **dict.fromkeys(("no schema yet", "being built"), "cyan"),
-    **dict.fromkeys(("dead", "damaged", "wrong", "unsound"), "red"),
+    **dict.fromkeys(("dead", "damaged", "rows lost", "wrong", "unsound"), "red"),
     "closed": "dim",
 }
 

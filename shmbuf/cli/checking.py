@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from shmbuf import segment
-from shmbuf.cli.looking import ERRORS, Info, look, not_found
+from shmbuf.cli.looking import ERRORS, LOST, Info, look, not_found
 from shmbuf.errors import BufferNotFound
 from shmbuf.printing import count, print_json, print_rich, printable, styled
 from shmbuf.schema import Schema
@@ -56,14 +56,17 @@ def check(name: str, owner: int) -> Info:
             raise BufferNotFound(not_found(name, owner)) from None
         except ERRORS as e:
             findings.append(str(e) or repr(e))
+    lost = outside["state"] == LOST
+    if lost:
+        findings.append("rows lost: nobody has its device memory any more")
     remove = f"`shminfo rm --force {'' if owner == os.getuid() else f'--owner {owner} '}{name}` removes it"
     remedy = None
     if findings:
         remedy = (
-            f"attach and copy out the rows you need; {remove}"
+            f"nothing can be read out of it; {remove}"
+            if lost or (outside["state"] == "damaged" and not result["checked"])
+            else f"attach and copy out the rows you need; {remove}"
             if result["checked"]
-            else f"nothing can be read out of it; {remove}"
-            if outside["state"] == "damaged"
             else f"look at it: ls -ld {result['path']}"
         )
     return {**result, "sound": not findings, "findings": findings, "remedy": remedy}

@@ -10,7 +10,15 @@ from shmbuf import segment
 from shmbuf.cli import looking, machine
 from shmbuf.cli.looking import Info, all_inside
 from shmbuf.cli.removing import leftover, unattached
-from shmbuf.cli.watching import event_text, pin_text, pinned_by, process, stopped_drainers, writer_stopped
+from shmbuf.cli.watching import (
+    event_text,
+    pin_text,
+    pinned_by,
+    process,
+    stopped_drainers,
+    why_not_descriptor,
+    writer_stopped,
+)
 from shmbuf.errors import DeviceError, NotEnoughMemory
 from shmbuf.printing import count, nbytes, print_json, print_rich, printable, seconds, styled
 
@@ -37,8 +45,7 @@ def doctor_command(args: argparse.Namespace) -> int:
     facts = machine.facts(_used())
     machine.examine(facts, report.say)
     found = list(all_inside(owner))
-    if any(info.get("device") for info in found):
-        _cuda(report)
+    _cuda(report, any(info.get("device") for info in found))
     for info in found:
         examine(info, report)
     if args.json:
@@ -55,8 +62,8 @@ def doctor_command(args: argparse.Namespace) -> int:
     return int(report.wrong)
 
 
-def _cuda(report: Report) -> None:
-    """What this process sees of CUDA, where some buffer has rows there."""
+def _cuda(report: Report, used: bool) -> None:
+    """What this process sees of CUDA; where no buffer is there (``used``), nothing of it is amiss. Opens no context."""
     from shmbuf.cuda import driver, memory
 
     try:
@@ -67,11 +74,11 @@ def _cuda(report: Report) -> None:
                 if why
                 else "its memory can be shared as a descriptor"
             )
-            report.say(
-                "cuda", "hint" if why else "ok", f"{device}: {way}", driver.surroundings() or None if why else None
-            )
+            remedy = driver.surroundings() or None if why else None
+            report.say("cuda", "hint" if why and used else "ok", f"{device}: {way}", remedy)
     except (DeviceError, NotEnoughMemory) as e:
-        report.say("cuda", "hint", f"rows in device memory cannot be read from here: {e}")
+        text = "rows in device memory cannot be read from here" if used else "no rows in device memory from here"
+        report.say("cuda", "hint" if used else "ok", f"{text}: {e}")
 
 
 def _used() -> int:
@@ -107,7 +114,15 @@ def examine(info: Info, report: Report) -> None:
     if info["state"] == "half-built":
         text = "whoever reserved the memory of its rows died; the next put does it again"
         say("half_built", "hint", text, f"shminfo rm{whose} {name}    # if nobody will put")
-    if unattached(info):
+    if info["state"] == looking.LOST:
+        d, force = info["device"], " --force" if info["attached"] else ""
+        text = f"nobody has its device memory ({d['uuid']}, {nbytes(d['bytes'])}) any more: its rows are lost"
+        say("device", "wrong", text, f"shminfo rm{force}{whose} {name}")
+        return
+    if unattached(info) and info["kept_by"]:
+        who = ", ".join(map(str, info["kept_by"]))
+        say("kept", "ok", f"nobody is attached: {count(info['size'], 'row')}, kept by steward pid {who}")
+    elif unattached(info):
         size = nbytes(info["allocated_bytes"])
         text = f"nobody is attached: {count(info['size'], 'row')}, {size}, {seconds(info['age_seconds'])} old, kept for whoever attaches"
         say("unattached", "hint", text, f"shminfo rm{whose} {name}    # if its rows are no longer needed")
@@ -133,23 +148,16 @@ def examine(info: Info, report: Report) -> None:
 
 def _device(info: Info, say: machine.Say, whose: str) -> None:
     d, name = info["device"], info["name"]
-    if d["lost"]:
-        text = f"nobody has its device memory ({d['uuid']}, {nbytes(d['bytes'])}) any more: its rows are lost"
-        say("device", "wrong", text, f"shminfo rm{whose} {name}")
+    others = any(p["answers"] for p in d["holders"])
     for p in d["holders"]:
         if not p["answers"]:
-            say(
-                "device",
-                "hint",
-                f"{process(p)} has its device memory and does not answer: who attaches has to ask others",
-                f"kill -CONT {p['pid']}",
-            )
-    if d["kind"] == "ipc" and not d["lost"]:
-        say(
-            "device",
-            "hint",
-            f"its device memory dies with its steward, {', '.join(map(process, d['holders']))}: {d['why_not']}",
-        )
+            then = "who attaches has it from others" if others else "nobody can attach and read until it does"
+            text = f"{process(p)} has its device memory and does not answer: {then}"
+            say("device", "hint", text, f"kill -CONT {p['pid']}")
+    if d["kind"] == "ipc":
+        text = f"its device memory dies with its steward, {', '.join(map(process, d['holders']))}"
+        save = f"shminfo dump{whose} {name} PATH    # keep a checkpoint"
+        say("device", "hint", f"{text}; not shared by descriptor{why_not_descriptor(d)}", save)
 
 
 def _writer(info: Info, say: machine.Say) -> None:

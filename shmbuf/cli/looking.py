@@ -37,6 +37,7 @@ ERRORS = (
     posix_ipc.Error,
     msgpack.UnpackException,
 )
+LOST = "rows lost"  # of device memory that nobody has any more
 SUMMARY = (
     "name",
     "owner",
@@ -48,6 +49,7 @@ SUMMARY = (
     "allocated_bytes",
     "attached",
     "unnamed",
+    "kept_by",
     "capacity",
     "size",
     "row_bytes",
@@ -167,13 +169,16 @@ def read(handle: Any, info: Info, whole: bool) -> None:
     schema = Schema.from_bytes(handle.schema) if ready else None
     config = msgpack.unpackb(handle.config)
     alive = [m for m in members if m["alive"]]
+    device = _device(handle, h, config)
     info.update(
         **{k: h[k] for k in ("unnamed", "capacity", "created")},
         row_bytes=h["row_bytes"] if ready else None,
         **{k: counters[k] for k in ("size", "rows_total", "write_count")},
         age_seconds=max(0.0, now - h["created"]),
-        state=_state(handle, h, info),
-        processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive}),
+        state=_state(handle, h, info, device),
+        # Of a buffer that is shared by CUDA IPC the steward is part: it leaves with the last process.
+        kept_by=[m["pid"] for m in alive if "steward" in m["roles"] and device and device["kind"] != "ipc"],
+        processes_alive=len({(m["pid_namespace"], m["pid"]) for m in alive if "steward" not in m["roles"]}),
         collectors_alive=sum(c["state"] == "alive" for c in collectors),
         # Put and not stored. A killed collector may have counted a record that it never published: an empty ring holds none.
         waiting_rows=sum(
@@ -189,6 +194,9 @@ def read(handle: Any, info: Info, whole: bool) -> None:
         c["ring_fill"] = c["ring_used"] / c["ring_bytes"]
     known = (m for m in [*alive, *members, *collectors] if m["pid"] == counters["writer_pid"])
     writer: Info = next(known, {"command": None, "process_state": None})
+    pid, here = counters["writer_pid"], counters["writer_pid_namespace"] == segment.pid_namespace()
+    life = writer["process_state"] if writer["command"] is not None else segment.process_state(pid)
+    ended = bool(pid) and here and life in (None, "Z", "X")
     info.update(
         instance_id=f"{h['instance_id']:016x}",
         creator_pid=h["creator_pid"],
@@ -198,10 +206,11 @@ def read(handle: Any, info: Info, whole: bool) -> None:
         config=config,
         priorities=handle.priorities,
         segment=_segment(h, info, len(collectors)),
-        device=_device(handle, h, config),
+        device=device,
         writer={
-            "pid": counters["writer_pid"] or None,
+            "pid": pid or None,
             "active": counters["writer_active"],
+            "ended": ended,
             "age_seconds": counters["writer_age"] if counters["writer_age"] >= 0 else None,
             "transactions": counters["transactions"],
             "takeovers": counters["takeovers"],
@@ -217,13 +226,13 @@ def read(handle: Any, info: Info, whole: bool) -> None:
     )
 
 
-def _state(handle: Any, header: Info, info: Info) -> str:
-    if handle.destroyed:
+def _state(handle: Any, header: Info, info: Info, device: Info | None) -> str:
+    if handle.destroyed and not (device and device["lost"] and handle.linked):
         return "being destroyed"
     if header["unnamed"] and not info["attached"]:
         return "stale unnamed"
     if header["ready"]:
-        return "ok"
+        return LOST if device and device["lost"] else "ok"
     try:
         st = os.lstat(info["path"])
         if st.st_ino == handle.inode and st.st_size > header["config_bytes"]:  # memory for the first rows is taken
@@ -275,15 +284,22 @@ def _device(handle: Any, h: Info, config: Info) -> Info | None:
     from shmbuf.cuda import memory, sharing
 
     kinds = {code: kind for kind, code in memory.KINDS.items()}
-    holders = sharing.holders(handle) if h["device_kind"] else []
+    kind, holders, give_up = kinds.get(h["device_kind"]), [], time.monotonic() + sharing.SETTLE
+    while kind and not (holders := sharing.holders(handle)) and time.monotonic() < give_up:
+        if not any(m["alive"] for m in handle.members()):
+            break
+        time.sleep(0.05)  # one that has just been handed it offers it in a moment
+    # Whoever lives in another container cannot be asked, and may have it.
+    apart = any(m["alive"] and not sharing._reachable(m) for m in handle.members())
+    why = next((p["why"] for p in holders if p["answers"]), "") if kind == memory.IPC else ""
     return {
         "uuid": wish["uuid"],
-        "kind": kinds.get(h["device_kind"]),
+        "kind": kind,
         "bytes": h["device_bytes"] or None,
         "rings": wish["rings"],
         "holders": holders,
-        "lost": bool(h["device_kind"]) and not holders,
-        "why_not": next((p["why"] for p in holders if p["answers"]), None),
+        "lost": bool(kind) and not holders and not apart,
+        "why_not": why.removeprefix("vmm: ") or None,
     }
 
 

@@ -177,6 +177,13 @@ class Source(Collector):
             infos,
             lambda i: i["writer"]["active"],
         )
+        yield self._filled(
+            GaugeMetricFamily,
+            "rows_lost",
+            "1: nobody has the device memory of the rows any more. Of buffers with rows in device memory.",
+            [i for i in infos if i["device"]],
+            lambda i: i["device"]["lost"],
+        )
         yield from self._priorities([i for i in infos if i["priorities"]])
         yield from self._sampling(infos)
         waiting = self._family(GaugeMetricFamily, "waiting_handles", "Handles that wait, by what they wait for.", "for")

@@ -22,6 +22,8 @@ def rm_command(args: argparse.Namespace) -> int:
         error, info = None, None
         try:
             info = look(name, args.owner) if segment.check_name(name) else None
+            if info and info["kept_by"] and not args.force:
+                raise BufferInUse(_kept_text(info))
             segment.destroy(name, force=args.force, owner=args.owner)
         except BufferNotFound:
             error = not_found(name, args.owner)
@@ -75,14 +77,23 @@ def leftover(info: Info) -> str | None:
     return None
 
 
+def _kept_text(info: Info) -> str:
+    who = ", ".join(map(str, info["kept_by"]))
+    return (
+        f"buffer {info['name']!r} is kept by its steward, pid {who}: stop that (kill {who.replace(',', '')}), or "
+        f"`shminfo rm --force {info['name']}` takes it from under it"
+    )
+
+
 def unattached(info: Info) -> bool:
-    """A sound buffer with a name that no process has open: its rows are kept for whoever attaches next."""
-    return info["state"] in ("ok", "no schema yet") and not info["attached"] and not info["unnamed"]
+    """A sound buffer with a name that no process has open: its rows, if it still has them, are kept for whoever attaches next."""
+    return info["state"] in ("ok", "no schema yet", looking.LOST) and not info["attached"] and not info["unnamed"]
 
 
 def gc_command(args: argparse.Namespace) -> int:
     results: list[Info] = []
     kept: list[Info] = []
+    stewards: list[Info] = []
     for owner, name in looking.buffers(args.owner):
         try:
             info = look(name, owner)
@@ -90,10 +101,14 @@ def gc_command(args: argparse.Namespace) -> int:
             continue
         why = leftover(info)
         if why is None and unattached(info):
+            if info["kept_by"]:  # whose word it is
+                stewards.append(info)
+                continue
             if not args.all_unattached:
                 kept.append(info)
                 continue
-            why = f"nobody is attached ({count(info['size'], 'row')})"
+            rows = "its rows are lost" if info["state"] == looking.LOST else count(info["size"], "row")
+            why = f"nobody is attached ({rows})"
         if why is not None:
             error = None if args.dry_run else _remove(info)
             freed = info["allocated_bytes"] if error is None else 0
@@ -102,6 +117,7 @@ def gc_command(args: argparse.Namespace) -> int:
     kept_bytes = sum(i["allocated_bytes"] for i in kept)
     if args.json:
         left = {"kept_unattached": [i["name"] for i in kept], "kept_bytes": kept_bytes}
+        left["kept_by_stewards"] = [i["name"] for i in stewards]
         print_json({"dry_run": args.dry_run, "freed_bytes": freed, "removed": results, **left})
         return int(any(r["error"] for r in results))
     for r in results:
@@ -117,6 +133,10 @@ def gc_command(args: argparse.Namespace) -> int:
         print(
             f"kept {count(len(kept), 'named buffer')} nobody is attached to, {nbytes(kept_bytes)}: {_names(kept)} "
             "(--all-unattached removes them too, with their rows)"
+        )
+    if stewards:
+        print(
+            f"kept {count(len(stewards), 'buffer')} that a steward keeps: {_names(stewards)} (stop it, or rm --force)"
         )
     return int(any(r["error"] for r in results))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmbuf.cli.looking import Info, inside
-from shmbuf.cli.watching import event_text, last_of, pin_text, process, writer_parts
+from shmbuf.cli.watching import event_text, last_of, pin_text, process, why_not_descriptor, writer_parts
 from shmbuf.printing import count, living, nbytes, print_json, print_rich, printable, seconds, styled, table
 from shmbuf.schema import show_key
 
@@ -43,6 +43,7 @@ def _heading(info: Info) -> Any:
         c["write_count"] != c["rows_total"] and f"{c['write_count']:,} since the buffer was emptied",
         *(f"{c[f'{k}_rows']:,} {k}" for k in ("skipped", "dropped", "refused") if c[f"{k}_rows"]),
         c["blocked_seconds"] and f"collectors blocked {seconds(c['blocked_seconds'])} in all",
+        c["streams_cut"] and f"{count(c['streams_cut'], 'trajectory', 'trajectories')} cut short",
         c["malformed_records"] and count(c["malformed_records"], "malformed record"),
     )
     if p := info["priorities"]:
@@ -125,8 +126,8 @@ def device_parts(d: Info) -> Iterator[str]:
         )
     elif d["lost"]:
         yield "held by nobody: the rows are lost"
-    if d["why_not"]:
-        yield f"why not otherwise: {d['why_not']}"
+    if d["kind"] == "ipc" and not d["lost"]:
+        yield f"not by descriptor{why_not_descriptor(d)}"
 
 
 def _tables(info: Info) -> Iterator[Any]:
@@ -156,7 +157,9 @@ def _tables(info: Info) -> Iterator[Any]:
                 + (f", cannot write to the device: CUDA error {m['device_error']}" if m["device_error"] else ""),
             )
         yield from (t, *[f"and {len(dead) - DEAD_SHOWN} more dead"] * (len(dead) > DEAD_SHOWN), "")
-    if not alive:
+    if info["kept_by"] and not info["attached"]:
+        yield "nobody is attached; its steward keeps its rows\n"
+    elif not alive:
         yield "attached read-only (such handles are not listed)\n" if info["attached"] else "nobody is attached\n"
     if collectors:
         from rich.bar import Bar
@@ -167,6 +170,7 @@ def _tables(info: Info) -> Iterator[Any]:
             "pid>",
             "state",
             "ring",
+            *["rows by"] * bool(info["device"]),
             "fill>",
             "bytes>",
             "rows put>",
@@ -183,6 +187,7 @@ def _tables(info: Info) -> Iterator[Any]:
                 str(c["pid"]),
                 living(c["state"], c["process_state"]),
                 Bar(1.0, 0, c["ring_fill"], width=10),
+                *["device ring" if c["device_ring"] else "host ring"] * bool(info["device"]),
                 f"{c['ring_fill']:.0%}",
                 count(c["ring_used"]),
                 *(count(c[f"{k}_rows"]) for k in ("put", "stored", "skipped", "dropped", "refused")),

@@ -180,11 +180,20 @@ def writer_parts(w: Info) -> list[Any]:
     return [
         f"pid {w['pid']} {w['command'] or ''}".strip(),
         "active" if w["active"] else "idle (gave the role back)",
-        stopped(w["process_state"]) and "stopped (SIGSTOP)",
+        "stopped (SIGSTOP)" if stopped(w["process_state"]) else w["ended"] and "its process has ended",
         f"last transaction {seconds(w['age_seconds'])} ago" if w["age_seconds"] is not None else "no transaction yet",
         count(w["transactions"], "transaction"),
         count(w["takeovers"], "takeover"),
     ]
+
+
+def why_not_descriptor(device: Info) -> str:
+    """Of memory that is shared by CUDA IPC; to be put behind a "not by descriptor"."""
+    if not device["why_not"]:
+        return "; its steward, which knows why, does not answer"
+    if device["why_not"] == "SHMBUF_CUDA_SHARING=ipc":
+        return ", because SHMBUF_CUDA_SHARING=ipc asked for CUDA IPC: unset it before the buffer is made"
+    return f", because {device['why_not']}"
 
 
 def stopped_drainers(info: Info) -> list[Info]:

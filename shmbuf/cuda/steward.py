@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 
 from shmbuf import segment
+from shmbuf._extension import native
 from shmbuf.cuda import driver, holding, memory
 from shmbuf.errors import BufferNotFound, DeviceError, ShmbufError
 
@@ -86,6 +87,7 @@ def _require_entry(name: str, handle: Any) -> None:
     """Nobody asks for memory who is not in the table."""
     if handle.member < 0:
         raise DeviceError(f"buffer {name!r} has no entry left for its steward: all are taken")
+    handle.add_role(native.STEWARD)
 
 
 def _stay(handle: Any, *, leave_when_alone: bool) -> None:

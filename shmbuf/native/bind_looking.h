@@ -86,7 +86,7 @@ nb::list collectors(const H &h) {
     u64 head = load(slot.head_pub, acquire), tail = load(slot.tail, acquire);
     d["slot"] = i, d["incarnation"] = word_incarnation(word);
     d["state"] = word_state(word) == kClosed ? "closed" : int(i) == h->slot() || byte_is_held(h->lock_fd(), lock_slot(i)) ? "alive" : "dead";
-    d["ring_used"] = tail > head ? tail - head : 0, d["ring_bytes"] = s.ring_bytes;
+    d["ring_used"] = tail > head ? tail - head : 0, d["ring_bytes"] = s.ring_bytes, d["device_ring"] = has_device_ring(s, i);
     d["put_rows"] = put, d["stored_rows"] = stored, d["skipped_rows"] = skipped, d["dropped_rows"] = dropped;
     d["refused_rows"] = refused, d["blocked_seconds"] = double(blocked) * 1e-9;
     out.append(d);
@@ -107,9 +107,9 @@ nb::list members(const H &h, int own) {
     if (load(m.word, relaxed) != word) continue;
     nb::dict d = owner_dict(owner);
     nb::list r;
-    const char *names[] = {"creator", "collector", "reader", "drainer", "standby"};
-    for (size_t k = 0; k < std::size(names); ++k)
-      if (roles & (1u << k)) r.append(names[k]);
+    const std::pair<Role, const char *> names[] = {{kCreator, "creator"}, {kCollector, "collector"}, {kReader, "reader"}, {kDrainer, "drainer"}, {kStandby, "standby"}, {kSteward, "steward"}};
+    for (auto [role, what] : names)
+      if (roles & role) r.append(what);
     d["roles"] = r;
     d["member"] = i, d["on_device"] = (roles & kOnDevice) != 0, d["device_error"] = load(m.device_error, relaxed);
     d["slot"] = slot ? nb::cast(slot - 1) : nb::none();

@@ -174,7 +174,7 @@ struct EditTable {                // by slot: odd while a row of the stripe may 
   alignas(128) u32 stripe[kStripes];
 };
 static_assert(sizeof(EditTable) == kPage);
-enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kOnDevice = 32, kBuried = 1u << 31 };
+enum Role : u32 { kCreator = 1, kCollector = 2, kReader = 4, kDrainer = 8, kStandby = 16, kOnDevice = 32, kSteward = 64, kBuried = 1u << 31 };
 enum Waits : u32 { kNothing = 0, kForRows, kForSchema, kForRoom, kForCommit, kForLimiter };
 // word = incarnation << 8 | SlotState. Whoever changes it holds the lock byte.
 enum SlotState : u64 { kFree = 0, kActive = 1, kClosed = 2 };

@@ -52,7 +52,7 @@ NB_MODULE(SHMBUF_MODULE, m) {
   m.attr("STATUSES") = nb::tuple(status_list);
   m.attr("MAX_ID") = kMaxId, m.attr("HEADLESS") = Links::kHeadless;
   m.attr("READONLY") = int(Handle::kReadonly), m.attr("NO_PRESENCE") = int(Handle::kNoPresence);
-  m.attr("FOR_ROWS") = int(kForRows), m.attr("CREATOR") = int(kCreator), m.attr("READER") = int(kReader);
+  m.attr("FOR_ROWS") = int(kForRows), m.attr("CREATOR") = int(kCreator), m.attr("READER") = int(kReader), m.attr("STEWARD") = int(kSteward);
   m.attr("LOCK_PRESENCE") = kLockPresence, m.attr("LOCK_DESTROY") = kLockDestroy, m.attr("LOCK_WRITER") = kLockWriter, m.attr("LOCK_BUILD") = kLockBuild;
   m.def("config_bytes", &config_bytes, "max_collectors"_a, "max_members"_a, "config_bytes"_a);
   m.def("bookkeeping_bytes", [](u64 capacity, bool trajectories) { return PriorityTree::bytes(capacity) + (trajectories ? Links::bytes(capacity) : 0); },

@@ -19,7 +19,7 @@ import pytest
 from shmbuf import Buffer, BufferNotFound, RingFull, StorageLost, __version__, printing, segment
 from shmbuf._extension import native
 from shmbuf.cli import looking
-from tests.unit.helpers_cli import ROOT, SCHEMA, collector, row_of, rows
+from tests.unit.helpers_cli import ROOT, SCHEMA, collector, killed_owner, row_of, rows
 
 pytest_plugins = ["tests.unit.fixtures_cli"]
 
@@ -235,6 +235,26 @@ def test_a_killed_collector_is_shown_as_dead(name, shminfo, shminfo_json):
         out = shminfo("show", name)[1]
         assert sum(str(p.pid) in line and line.rstrip().endswith("dead") for line in out.splitlines()) == 1
         assert "collectors: 0 alive, 1 dead\n" in out and "handles: 1 alive, 1 dead\n" in out, "who is listed"
+
+
+def test_a_writer_that_was_killed_while_idle_is_shown_as_ended(name, shminfo, shminfo_json):
+    killed_owner(name, "b.extend(rows(3))")
+    assert "idle (gave the role back), its process has ended, " in shminfo("show", name)[1]
+    assert shminfo_json("show", name, "--json")["writer"]["ended"] is True
+    with Buffer.attach(name) as buf:
+        buf.extend(rows(1))
+        assert shminfo_json("show", name, "--json")["writer"]["ended"] is False
+        assert "its process has ended" not in shminfo("show", name)[1]
+
+
+def test_trajectories_cut_short_are_shown(name, shminfo):
+    with Buffer.create(name, 100_000, schema={"k": "int64"}, drain="caller", trajectories=True, ring_bytes=4096) as buf:
+        buf.extend({"k": np.arange(2)}, stream=0)
+        assert "cut short" not in shminfo("show", name)[1]
+        for first in range(0, 2000, 100):
+            buf.extend({"k": np.arange(100)}, stream=np.arange(first, first + 100))
+        cut = buf.stats()["streams_cut"]
+        assert cut > 0 and f"{cut:,} trajectories cut short" in shminfo("show", name)[1]
 
 
 def test_a_stopped_collector_is_shown_as_stopped(name, shminfo):

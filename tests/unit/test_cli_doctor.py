@@ -37,6 +37,7 @@ def diagnose(only_mine, shminfo_json):
 def a_sound_machine(request, monkeypatch):
     if "machine" not in request.node.name:
         monkeypatch.setattr(machine, "examine", lambda facts, say: None)
+        monkeypatch.setattr(doctor, "_cuda", lambda report, used: None)
 
 
 # ---- buffers -----------------------------------------------------------------------------------------------------
