@@ -26,7 +26,7 @@ EPILOG = """examples:
   shminfo check pong              is it sound?
   shminfo doctor                  what is wrong here, each with its remedy
   shminfo gc --dry-run            what dead processes left behind; without --dry-run it goes
-  shminfo rm pong breakout        remove two; --force: also while somebody is attached, or when damaged
+  shminfo rm pong breakout        remove two; --force: also what is attached, damaged or kept by a steward
   shminfo metrics --serve 9100    for Prometheus, on http://127.0.0.1:9100/metrics
   shminfo plot pong -o pong.png   rates of 10 seconds, and ages of sampled rows
 
@@ -86,14 +86,16 @@ def parser() -> argparse.ArgumentParser:
     rm = command("rm", "removing", "destroy buffers that nobody is attached to")
     rm.add_argument("names", metavar="name", nargs="+")
     rm.add_argument(
-        "--force", action="store_true", help="also if somebody is attached (who gets StorageLost) or it is damaged"
+        "--force",
+        action="store_true",
+        help="also if somebody is attached (who gets StorageLost), a steward keeps it, or it is damaged",
     )
     gc = command("gc", "removing", "remove what dead processes left: stale unnamed buffers, half-made and empty files")
     gc.add_argument("--dry-run", action="store_true", help="only say what would go")
     gc.add_argument(
         "--all-unattached",
         action="store_true",
-        help="also named buffers nobody is attached to, with their rows, which else are kept for whoever attaches next",
+        help="also named buffers nobody is attached to, with their rows, which else are kept for whoever attaches next; not what a steward keeps",
     )
     return top
 

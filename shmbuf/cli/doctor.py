@@ -74,7 +74,8 @@ def _cuda(report: Report, used: bool) -> None:
                 if why
                 else "its memory can be shared as a descriptor"
             )
-            remedy = driver.surroundings() or None if why else None
+            asked = "unset SHMBUF_CUDA_SHARING" if why == memory.ASKED else None
+            remedy = asked or driver.surroundings() or None if why else None
             report.say("cuda", "hint" if why and used else "ok", f"{device}: {way}", remedy)
     except (DeviceError, NotEnoughMemory) as e:
         text = "rows in device memory cannot be read from here" if used else "no rows in device memory from here"
@@ -150,10 +151,11 @@ def _device(info: Info, say: machine.Say, whose: str) -> None:
     d, name = info["device"], info["name"]
     others = any(p["answers"] for p in d["holders"])
     for p in d["holders"]:
-        if not p["answers"]:
-            then = "who attaches has it from others" if others else "nobody can attach and read until it does"
-            text = f"{process(p)} has its device memory and does not answer: {then}"
-            say("device", "hint", text, f"kill -CONT {p['pid']}")
+        if not p["answers"] and info["owner"] == os.getuid():  # to other users nobody hands it
+            then = "who attaches has it from others" if others else "who attaches cannot read until it does"
+            still = looking.stopped(segment.process_state(p["pid"]))
+            text = f"{process(p)} has its device memory and does not answer{' (stopped)' if still else ''}: {then}"
+            say("device", "hint", text, f"kill -CONT {p['pid']}" if still else None)
     if d["kind"] == "ipc":
         text = f"its device memory dies with its steward, {', '.join(map(process, d['holders']))}"
         save = f"shminfo dump{whose} {name} PATH    # keep a checkpoint"

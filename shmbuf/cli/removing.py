@@ -78,10 +78,13 @@ def leftover(info: Info) -> str | None:
 
 
 def _kept_text(info: Info) -> str:
-    who = ", ".join(map(str, info["kept_by"]))
+    who, whose = (
+        " ".join(map(str, info["kept_by"])),
+        "" if info["owner"] == os.getuid() else f"--owner {info['owner']} ",
+    )
     return (
-        f"buffer {info['name']!r} is kept by its steward, pid {who}: stop that (kill {who.replace(',', '')}), or "
-        f"`shminfo rm --force {info['name']}` takes it from under it"
+        f"buffer {info['name']!r} is kept by its steward, pid {who}: stop it (kill {who}), or "
+        f"`shminfo rm --force {whose}{info['name']}` takes the buffer from it"
     )
 
 

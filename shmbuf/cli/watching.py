@@ -191,8 +191,10 @@ def why_not_descriptor(device: Info) -> str:
     """Of memory that is shared by CUDA IPC; to be put behind a "not by descriptor"."""
     if not device["why_not"]:
         return "; its steward, which knows why, does not answer"
-    if device["why_not"] == "SHMBUF_CUDA_SHARING=ipc":
-        return ", because SHMBUF_CUDA_SHARING=ipc asked for CUDA IPC: unset it before the buffer is made"
+    from shmbuf.cuda.memory import ASKED
+
+    if device["why_not"] == ASKED:
+        return f", because {ASKED} asked for CUDA IPC: unset it before the buffer is made"
     return f", because {device['why_not']}"
 
 

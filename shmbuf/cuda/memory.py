@@ -22,6 +22,7 @@ from shmbuf.errors import DeviceError, NotEnoughMemory
 
 VMM, IPC = "vmm", "ipc"
 KINDS = {VMM: 1, IPC: 2}
+ASKED = "SHMBUF_CUDA_SHARING=ipc"  # why not as a descriptor, by the user's own wish
 _PATTERN = bytes(range(64))
 _BLOCK = 2 << 20  # bytes
 
@@ -131,7 +132,7 @@ def _import(fd: int) -> Any:
 def why_not_vmm(device: Device) -> str:
     """Why memory of this device cannot be handed over as a descriptor; "" if the driver says that it can, and the user not otherwise."""
     if os.environ.get("SHMBUF_CUDA_SHARING") == IPC:
-        return "SHMBUF_CUDA_SHARING=ipc"
+        return ASKED
     if not driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device):
         return "the device has no virtual memory management (cuMemCreate)"
     if not driver.attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", device):

@@ -18,6 +18,14 @@ SHMINFO = (
 )
 
 
+# As a collector does whose rows lie on the device.
+FROM_DEVICE = (
+    "def put(k):\n"
+    "    r = rows(k); c = [(c.offset, c.nbytes, r[c.key[-1]].ctypes.data) for c in b.schema.columns]\n"
+    "    return b.submit_device(c, 1, True, 60.0, lambda ids, n: ids, (None, None), 0).wait(60).tolist()\n"
+)
+
+
 @pytest.fixture
 def shminfo(over, name):
     """What it says of this test's buffers, in one line, and the exit status."""
@@ -126,9 +134,11 @@ def test_why_rows_are_not_shared_by_descriptor(begin, shminfo, name):
     for command in (["doctor"], ["show", name]):
         assert "because SHMBUF_CUDA_SHARING=ipc asked for CUDA IPC: unset it" in shminfo(*command)[0]
     assert "keep a checkpoint" in shminfo("doctor")[0]
-    os.kill(steward_of(name), signal.SIGSTOP)
+    os.kill(pid := steward_of(name), signal.SIGSTOP)
+    assert "unset SHMBUF_CUDA_SHARING" in shminfo("doctor", SHMBUF_CUDA_SHARING="ipc")[0]
     said = shminfo("doctor")[0]
-    assert "None" not in said and "nobody can attach and read until it does" in said and "others" not in said
+    assert f"kill -CONT {pid}" in said
+    assert "None" not in said and "who attaches cannot read until it does" in said and "others" not in said
 
 
 def test_of_what_is_shared_by_descriptor_nothing_is_to_be_explained(begin, shminfo, name):
@@ -151,8 +161,13 @@ def test_a_stopped_holder_beside_another_one(begin, shminfo, name):
 def test_by_which_ring_a_collector_s_rows_come(begin, shminfo, name):
     maker = begin(MAKER, name)
     assert line(maker) == "made"
-    assert "host ring" in shminfo("show", name)[0]
-    assert [c["device_ring"] for c in json.loads(shminfo("show", name, "--json")[0])["collectors"]] == [False]
+    user = begin(USER.replace("b = Buffer", f"{FROM_DEVICE}b = Buffer", 1), name)
+    assert line(user) == "attached cuda:0" and ask(user, "put(10)") == "[10]"
+    told = json.loads(shminfo("show", name, "--json")[0])
+    by = {c["pid"]: c["device_ring"] for c in told["collectors"]}
+    assert by == {maker.pid: False, user.pid: True}
+    said = shminfo("show", name)[0]
+    assert "host ring" in said and "device ring" in said.split("rows by")[1]
 
 
 def test_doctor_tells_of_cuda_without_a_buffer_there(shminfo, python, name):
