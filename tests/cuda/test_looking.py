@@ -155,7 +155,7 @@ def test_a_stopped_holder_beside_another_one(begin, shminfo, name):
     second = begin(USER, name)
     assert line(second) == "attached cuda:0"
     os.kill(maker.pid, signal.SIGSTOP)
-    assert "does not answer: who attaches has it from others" in shminfo("doctor")[0]
+    assert "does not answer (stopped): who attaches has it from others" in shminfo("doctor")[0]
 
 
 def test_by_which_ring_a_collector_s_rows_come(begin, shminfo, name):
