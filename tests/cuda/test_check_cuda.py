@@ -26,4 +26,5 @@ def test_a_suite_s_line_says_how_many_passed():
 
 def test_over_the_stand_in_nothing_is_held_against_a_floor():
     line = check_cuda.without_figure(Line("gather", "9 µs, 4.0 × the floor of 2 µs", "≤ 2 ×", False))
+    assert check_cuda.without_figure(Line("batches", "needs a GPU", "≥ 0.8 ×", None)).got == "needs a GPU"
     assert line.good is None and not line.wanted and "floor" not in line.got
