@@ -156,7 +156,7 @@ def _device(info: Info, say: machine.Say, whose: str) -> None:
             still = looking.stopped(segment.process_state(p["pid"]))
             text = f"{process(p)} has its device memory and does not answer{' (stopped)' if still else ''}: {then}"
             say("device", "hint", text, f"kill -CONT {p['pid']}" if still else None)
-    if d["kind"] == "ipc":
+    if d["kind"] == "ipc" and d["holders"]:
         text = f"its device memory dies with its steward, {', '.join(map(process, d['holders']))}"
         save = f"shminfo dump{whose} {name} PATH    # keep a checkpoint"
         say("device", "hint", f"{text}; not shared by descriptor{why_not_descriptor(d)}", save)

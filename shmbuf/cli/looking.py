@@ -284,13 +284,14 @@ def _device(handle: Any, h: Info, config: Info) -> Info | None:
     from shmbuf.cuda import memory, sharing
 
     kinds = {code: kind for kind, code in memory.KINDS.items()}
-    kind, holders, give_up = kinds.get(h["device_kind"]), [], time.monotonic() + sharing.SETTLE
-    while kind and not (holders := sharing.holders(handle)) and time.monotonic() < give_up:
-        if not any(m["alive"] for m in handle.members()):
+    kind, give_up = kinds.get(h["device_kind"]), time.monotonic() + sharing.SETTLE
+    while True:
+        alive = [m for m in handle.members() if m["alive"]]
+        apart = any(not sharing._reachable(m) for m in alive)  # in another container: cannot be asked, and may have it
+        holders = sharing.holders(handle) if kind else []
+        if holders or apart or not (kind and alive) or time.monotonic() > give_up:
             break
         time.sleep(0.05)  # one that has just been handed it offers it in a moment
-    # Whoever lives in another container cannot be asked, and may have it.
-    apart = any(m["alive"] and not sharing._reachable(m) for m in handle.members())
     why = next((p["why"] for p in holders if p["answers"]), "") if kind == memory.IPC else ""
     return {
         "uuid": wish["uuid"],

@@ -126,7 +126,9 @@ def device_parts(d: Info) -> Iterator[str]:
         )
     elif d["lost"]:
         yield "held by nobody: the rows are lost"
-    if d["kind"] == "ipc" and not d["lost"]:
+    elif d["kind"]:
+        yield "those attached are in another container, or network or pid namespace, and cannot be asked for it from here"
+    if d["kind"] == "ipc" and d["holders"]:
         yield f"not by descriptor{why_not_descriptor(d)}"
 
 

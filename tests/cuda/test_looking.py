@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -81,6 +82,19 @@ def test_rows_that_somebody_has_are_not_lost(begin, shminfo, name):
     assert f'shmbuf_rows_lost{{buffer="{name}"}} 0.0' in shminfo("metrics")[0]
     os.kill(maker.pid, signal.SIGSTOP)  # he does not answer, and has them
     assert shminfo("list")[0].endswith(" ok")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_another_network_namespace_are_not_said_to_be_lost(begin, over, name, way):
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("unshare -n is not allowed here")
+    maker = begin(MAKER, name, **WAYS[way])
+    assert line(maker) == "made"
+    apart = f"__import__('ctypes').CDLL(None).unshare(0x40000000); {SHMINFO}"
+    said = " ".join(over(apart, name, "show", name).split())
+    assert f"{name} ok" in said and "in another container" in said and "lost" not in said
+    assert over(apart, name, "check", name).endswith("status 0")
+    assert over(apart, name, "doctor").endswith("status 0")
 
 
 def test_a_buffer_without_device_memory_has_no_such_figure(begin, shminfo, name):
