@@ -24,7 +24,7 @@
 namespace shmbuf {
 
 inline constexpr u64 kMagic = 0x0a0d4655424d4853ull;  // "SHMBUF\r\n"
-inline constexpr u32 kVersionMajor = 5, kVersionMinor = 0;
+inline constexpr u32 kVersionMajor = 6, kVersionMinor = 0;
 inline constexpr u64 kPage = 4096;
 inline constexpr u64 kMaxId = (1ull << 61) - (1ull << 40);  // of a checkpoint's first row; links keep 61 bits, and this leaves room to go on
 inline constexpr u64 kMaxRowBytes = 1ull << 30, kMaxRingBytes = 1ull << 34;

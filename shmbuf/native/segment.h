@@ -52,6 +52,7 @@ inline u64 choose_ring_bytes(u64 asked, u64 row_bytes) {
   return bytes;
 }
 // A sixteenth of the ring for the table of streams: 16,384 of them beside 4 MiB.
+// Half as many are promised to stay open at once.
 constexpr u64 choose_stream_entries(u64 ring_bytes) { return std::max<u64>(ring_bytes / 16 / sizeof(Stream), 256); }
 constexpr u64 stride_of(u64 ring_bytes, u64 stream_entries) { return align_up(ring_bytes + stream_entries * sizeof(Stream), kPage); }
 struct BuildLayout {

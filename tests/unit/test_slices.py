@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 import shmbuf
 from shmbuf import (
+    Buffer,
     Lapped,
     NotEnoughRows,
     PrioritizedSliceSampler,
@@ -541,3 +542,21 @@ def test_trajectories_are_listed_as_they_are_walked(make_name, seed):
         assert [p.tolist() for p in parts] == sorted(buf.trajectory(t.end).tolist() for t in buf.trajectories())
         assert sorted(ids.tolist()) == list(range(*buf.window))
     buf.destroy(force=True)
+
+
+@pytest.mark.parametrize("ring_bytes", [1 << 18, 1 << 22])
+def test_as_many_streams_as_promised_stay_open(ring_bytes):
+    """Half as many as the table has entries; also while trajectories end and others begin, many of them in one transaction."""
+    n, rng = ring_bytes // 512, np.random.default_rng(0)
+    buf = Buffer.create(None, 20 * n, schema={"k": "int64", "done": "bool"}, drain="caller", ring_bytes=ring_bytes)
+    streams, begun = np.arange(n), n
+    for _ in range(20):
+        for at in np.array_split(np.arange(n), max(1, n // 1024)):
+            done = rng.random(len(at)) < 0.02
+            buf.put({"k": streams[at], "done": done}, stream=streams[at])
+            streams[at[done]] = np.arange(begun, begun + done.sum())
+            begun += done.sum()
+    buf.drain()
+    assert buf.stats()["streams_cut"] == 0
+    assert len(buf.trajectories()) == len(np.unique(buf.gather(range(*buf.window))["k"]))
+    buf.close()
