@@ -53,15 +53,19 @@ class Acquired:
     No generator: one that Ctrl-C suspends before its body gives back when its traceback dies, to whatever limiter there is then.
     """
 
-    __slots__ = ("_buffer", "_n", "_timeout")
+    __slots__ = ("_buffer", "_n", "_timeout", "_within")
 
     def __init__(self, buffer: Reading, n: int, timeout: float | None):
         self._buffer, self._n, self._timeout = buffer, n, timeout
 
     def __enter__(self) -> float | None:
-        return self._buffer.acquire_samples(self._n, self._timeout)
+        left = self._buffer.acquire_samples(self._n, self._timeout)
+        self._within = self._buffer._place.within(left)
+        self._within.__enter__()
+        return left
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._within.__exit__(None, None, None)
         if kind is not None:
             self._buffer.refund_samples(self._n)
 
@@ -366,8 +370,9 @@ class Reading(Attachment):
             if left == 0:
                 break
         if self._place.wish is not None:
-            self._have_rows()
-            self._help()
+            with self._place.within(left_of(timeout, since)):
+                self._have_rows(None)
+                self._help()
         status = _STATUS[self._call("wait_rows", n, seconds_of(left_of(timeout, since)))]
         if status == "timeout":
             have = len(self)

@@ -277,11 +277,12 @@ def _line_within(p: subprocess.Popen, seconds: float) -> str:
         timer.cancel()
 
 
-def take(name: str, handle: Any, hold: Hold | None = None) -> Hold:
+def take(name: str, handle: Any, hold: Hold | None = None, patience: float | None = None) -> Hold:
     """The memory of a built buffer, from who has it: kept alive, and offered on; not mapped, so that no context is opened.
 
     Args:
         hold: a new one of the caller's, which it closes whatever happens here.
+        patience: see `sharing.ask`.
 
     Raises:
         StorageLost, DeviceError
@@ -295,7 +296,7 @@ def take(name: str, handle: Any, hold: Hold | None = None) -> Hold:
             share = hold.memory = _known.get(instance) if kind == memory.KINDS[VMM] else None  # type: ignore[assignment]
             known = share is not None and share.retain(hold)
         if not known:
-            offer = sharing.ask(handle, what)
+            offer = sharing.ask(handle, what, patience)
             if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
                 offer.drop()
                 raise DeviceError(

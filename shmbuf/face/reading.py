@@ -128,10 +128,11 @@ class Reading(Transforming):
             self._reseed(self._rng)
         left = buffer.acquire_samples(n, timeout)
         try:
-            if self._unit is None:
-                td = sampler.sample(self._storage, n, out=out, timeout=left, pin=pin, **how)
-            else:
-                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=pin, **how)
+            with buffer._place.within(left):
+                if self._unit is None:
+                    td = sampler.sample(self._storage, n, out=out, timeout=left, pin=pin, **how)
+                else:
+                    td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=pin, **how)
         except BaseException:
             buffer.refund_samples(n)
             raise
