@@ -34,6 +34,9 @@ def parsed(device: Any) -> tuple[str, str]:
     if text in ("cpu", "cpu:0"):
         return "cpu", ""
     if is_uuid(text):
+        from shmbuf.cuda import driver
+
+        driver.uuid_of(text)
         return "UUID", text
     kind, colon, index = text.partition(":")
     if kind != "cuda" or (colon and not index.isdecimal()):
@@ -55,7 +58,7 @@ def wish(device: Any, rings: int = 1) -> Wish | None:
     from shmbuf.cuda import driver
 
     if kind == "UUID":
-        found = driver.by_uuid(driver.uuid_of(index), "the buffer")
+        found = driver.by_uuid(driver.uuid_of(index), f"device={index!r}: ")
     else:
         found = driver.by_index(int(index) if index else driver.current_index())
     return {"uuid": found.uuid_text, "rings": int(rings)}

@@ -263,7 +263,7 @@ class Reading(Attachment):
                 raise PermissionError(
                     "a read-only handle cannot sample from a buffer with a limiter, which counts samples"
                 )
-            raise self._lost(f"{why} while a sampler waited for its limiter")
+            raise self._lost(f"{why} while a sampler waited for its limiter" if timeout else why)
         return _left(timeout, since) if timeout else timeout
 
     def sampling(self, n: int, timeout: float | None) -> Acquired:
@@ -308,7 +308,7 @@ class Reading(Attachment):
             if why == "not_ready":
                 raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
             if why != "empty":
-                raise self._lost(f"{why} while rows were being drawn")
+                raise self._lost(why)
             if n == 0:
                 return
             left = left_of(seconds if seconds >= 0 else None, since)
@@ -333,7 +333,7 @@ class Reading(Attachment):
         since, seconds, stuck = time.monotonic(), seconds_of(timeout), None
         while not look():
             if self._get("destroyed"):
-                raise self._lost("destroyed while rows were being drawn")
+                raise self._lost("destroyed")
             if not len(self):
                 stuck = None
                 self.wait_rows(1, left_of(timeout, since))
@@ -362,7 +362,7 @@ class Reading(Attachment):
         seconds = seconds_of(timeout)
         if n > self.capacity:
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
-        status, since = "timeout", time.monotonic()
+        status, since, gone = "timeout", time.monotonic(), self._get("destroyed")
         while self._place.wish is not None and not self._get("ready") and status == "timeout":
             # Whoever waits helps, if nobody else does and he has the rows: in short turns until there are any.
             left = seconds_of(left_of(timeout, since))
@@ -387,7 +387,7 @@ class Reading(Attachment):
                 + (f"; {limited}" if limited else "")
             )
         if status != "ok":
-            raise self._lost(f"{status} while waiting for rows")
+            raise self._lost(status if gone else f"{status} while waiting for rows")
 
     def gather(self, ids: Any) -> dict[str, Any]:
         """The rows of these ids, in order: nested dict of arrays [n, *shape], copies.

@@ -66,7 +66,13 @@ class Share:
         """Mapped in this process: the first call opens the device's context. Raises DeviceError, NotEnoughMemory."""
         with self._mapping:
             if self.mapped is None:
-                device = driver.by_uuid(self.uuid, what)
+                try:
+                    device = driver.by_uuid(self.uuid)
+                except DeviceError as e:
+                    raise DeviceError(
+                        f"the rows of {what} are on {driver.uuid_text(self.uuid)}, and this process can put but not read: "
+                        f"{str(e).removeprefix(driver.uuid_text(self.uuid) + ': ')}"
+                    ) from None
                 try:
                     if self.kind == VMM:
                         self.mapped = memory.imported(device, self.fd, self.bytes)
@@ -180,7 +186,7 @@ def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
     Raises DeviceError, NotEnoughMemory.
     """
     instance, what = handle.header["instance_id"], f"the rows of buffer {name!r}"
-    device = driver.by_uuid(uuid, what)
+    device = driver.by_uuid(uuid, f"{what} are to be on {driver.uuid_text(uuid)}: ")
     try:
         reason = memory.why_not_vmm(device)
     except driver.Refused as e:  # an older driver does not know what it is asked

@@ -54,7 +54,7 @@ class Reading(Transforming):
 
         Raises:
             NotEnoughRows: "Cannot sample from an empty storage.", or what the limiter waits for. Lapped: see `Buffer.draw`.
-            RuntimeError: after `shutdown`, or no batch size. DeviceError: no such device here.
+            RuntimeError: after `shutdown`, or no batch size. ValueError: a device that is none. DeviceError: it is not here.
         """
         if self._shut:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
