@@ -134,7 +134,7 @@ class Place:
         if self.error is not None and not self._warned:
             self._warned = True
             log.warning(
-                "this process has no rows of buffer %r: it can put, and each call that reads asks for them again. %s",
+                "this process does not have the rows of buffer %r: it can put, not read. %s",
                 self.name,
                 self.error,
             )

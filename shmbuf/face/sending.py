@@ -25,7 +25,8 @@ def target(device: Any) -> torch.device:
         return to
     if torch.version.cuda is None and torch.version.hip is None:
         raise DeviceError(
-            f"device={str(device)!r}: this torch ({torch.__version__}) was built without CUDA: install a CUDA build of torch"
+            f"device={str(device)!r}: no CUDA device is to be had by this torch ({torch.__version__}), which was built without CUDA: install a "
+            "CUDA build of torch"
         )
     if not torch.cuda.is_available():
         raise DeviceError(
