@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.attaching import checked_sampler, positive
-from shmbuf.errors import NotEnoughRows, SchemaError
+from shmbuf.errors import DeviceError, NotEnoughRows, SchemaError
 from shmbuf.face.dataset import ReplayDataset
 from shmbuf.face.prefetching import Prefetcher
 from shmbuf.face.sending import Sender, target
@@ -72,7 +72,7 @@ class Reading(Transforming):
             try:
                 td, info = map(self._received, self._ahead.take())
                 return (td, info) if return_info or include_info else td
-            except NotEnoughRows:  # they do not wait; this call may
+            except (NotEnoughRows, DeviceError):  # they do not wait; this call may, and what was so then may have passed
                 self._ahead.clear()
         if out is not None and self._storage.presents is not None:
             raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")

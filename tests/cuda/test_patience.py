@@ -105,6 +105,24 @@ def test_so_it_is_at_the_doors_of_a_replay_buffer(begin, name, way):
     assert ask(user, "right(rb.sample())") == "True"
 
 
+def test_batches_drawn_ahead_that_found_it_stopped_are_no_answer_later(begin, name):
+    maker = begin(
+        TORCH + "rb = TensorDictReplayBuffer(storage=ShmStorage(100, name=sys.argv[1], device='cuda'), batch_size=4)\n"
+        "rb.extend(td(0, 10)); say('made'); sys.stdin.readline()",
+        name,
+    )
+    assert line(maker) == "made"
+    pid = stop(name, maker, "vmm")
+    try:
+        user = begin(FACE + "rb = shmbuf.attach(sys.argv[1], batch_size=4, prefetch=3)\n" + LOOP, name)
+        assert line(user) == "attached"
+        assert f"kill -CONT {pid}" in ask(user, "rb.sample(timeout=60)")
+        ask(user, "rb._ahead.synchronize()")  # those that were begun have failed, too
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ask(user, "[right(rb.sample()) for _ in range(5)]") == str([True] * 5)
+
+
 def test_and_of_rlightning_s_storage(begin, name):
     maker = begin(
         TORCH
