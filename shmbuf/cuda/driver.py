@@ -206,13 +206,13 @@ def by_index(index: int) -> Device:
 
 
 def by_uuid(uuid: bytes, what: str = "") -> Device:
-    """The device of this UUID, whatever its number is here. Raises DeviceError; ``what``: its beginning, which says the UUID."""
+    """The device of this UUID, whatever its number is here. Raises DeviceError; ``what``: the beginning of its text, with the UUID."""
     found = devices()
     for device in found:
         if device.uuid == uuid:
             return device
     raise DeviceError(
-        f"{what or uuid_text(uuid) + ': '}no device of this UUID is visible here. {_visible(found)} For another one, start the process with it "
+        f"{what}no device of this UUID is visible here. {_visible(found)} For another one, start the process with it "
         "among CUDA_VISIBLE_DEVICES (a container: among its --gpus)"
     )
 

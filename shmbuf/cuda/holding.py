@@ -70,8 +70,7 @@ class Share:
                     device = driver.by_uuid(self.uuid)
                 except DeviceError as e:
                     raise DeviceError(
-                        f"the rows of {what} are on {driver.uuid_text(self.uuid)}, and this process can put but not read: "
-                        f"{str(e).removeprefix(driver.uuid_text(self.uuid) + ': ')}"
+                        f"the rows of {what} are on {driver.uuid_text(self.uuid)}, and this process can put but not read: {e}"
                     ) from None
                 try:
                     if self.kind == VMM:
@@ -243,7 +242,7 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
         hold = Hold()
         try:
             _held(hold, offer, instance)
-            hold.memory.map(f"the rows of buffer {name!r}")
+            hold.memory.map(f"buffer {name!r}")
         except BaseException:
             hold.close()
             raise

@@ -36,7 +36,7 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
         if handle.header["instance_id"] != instance:
             raise BufferNotFound(f"buffer {name!r} is another one by now")
         _require_entry(name, handle)
-        device = driver.by_uuid(uuid)
+        device = driver.by_uuid(uuid, f"{driver.uuid_text(uuid)}: ")
         mapped = memory.allocate(device, size, f"the rows of buffer {name!r}")
         hold = holding.Hold(holding.Share.of(mapped, instance, f"vmm: {why}"))
         hold.offer(handle)
