@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from shmbuf.errors import (
 )
 from shmbuf.schema import Schema, flatten
 from shmbuf.settings import DEFAULTS, FULL, check_settings
-from shmbuf.ticket import seconds_of
+from shmbuf.ticket import left_of, seconds_of
 
 Self = TypeVar("Self", bound="Attachment")
 
@@ -36,7 +37,9 @@ Self = TypeVar("Self", bound="Attachment")
 class Attachment:
     """What `Buffer` is without its rows: the handle, the settings, the schema, and how they begin and end."""
 
-    def __init__(self, name: str, handle: Any, *, owner: int | None = None, readonly: bool = False):
+    def __init__(
+        self, name: str, handle: Any, *, owner: int | None = None, readonly: bool = False, patience: float | None = 0.0
+    ):
         self.name = name
         self._owner, self._readonly, self._pid = owner, readonly, os.getpid()
         self._schema: Schema | None = None
@@ -46,9 +49,9 @@ class Attachment:
         self.created = False  # by this handle, not found
         self._owns = self._removed = False
         self._drain_process: subprocess.Popen | None = None
-        self._adopt(handle)
+        self._adopt(handle, patience)
 
-    def _adopt(self, handle: Any) -> None:
+    def _adopt(self, handle: Any, patience: float | None = 0.0) -> None:
         self._handle = self._bare = handle  # the first may be watched, see _have_rows
         self._header = handle.header
         try:
@@ -65,7 +68,7 @@ class Attachment:
         self._place = devices.Place(self.name, self.config.get("device"))
         self._finalizer = weakref.finalize(self, _finalize, handle, self._place, self.name, None, 0)
         try:
-            self._have_rows()
+            self._have_rows(patience)
         except BaseException:  # the traceback would keep us attached
             self._finalizer()
             raise
@@ -235,13 +238,15 @@ class Attachment:
         """A handle on an existing buffer of this user, or of user ``owner`` if the mode lets us. Runs no code from it.
 
         Args:
-            timeout: seconds to wait until the name exists; 0: not at all; None: for ever.
+            timeout: seconds to wait until the name exists; 0: not at all; None: for ever. With rows in device memory what is left is for
+                those who have it and do not answer (None: 10 s). Without it the handle can put, and why is on the logger "shmbuf".
 
         Raises:
-            BufferNotFound, BufferFormatError, PermissionError
+            BufferNotFound, BufferFormatError, PermissionError. StorageLost: its device memory is gone.
         """
+        since = time.monotonic()
         handle = segment.attach_within(timeout, name, owner=owner, readonly=readonly)
-        return cls(name, handle, owner=owner, readonly=readonly)
+        return cls(name, handle, owner=owner, readonly=readonly, patience=left_of(timeout, since))
 
     def _start_draining(self) -> None:
         if self._drain == "thread":
@@ -416,14 +421,15 @@ class Attachment:
             self._have_rows()
         self._schema = schema
 
-    def _have_rows(self) -> None:
+    def _have_rows(self, patience: float | None = 0.0) -> None:
         """Rows in device memory are kept as soon as there are any; and mapped, if this process has them mapped already, or this handle a
-        thread that drains."""
+        thread that drains. patience: see `Place.have`."""
         place = self._place
         if place.wish is None or not self._handle.ready:
             return
-        place.have(self._bare)
+        place.have(self._bare, patience)
         if place.hold is None:
+            place.warn()
             return
         if place.hold.connection is not None and type(self._handle) is not devices.Watched:
             self._handle = devices.Watched(self._handle, place)
@@ -458,7 +464,8 @@ class Attachment:
             raise PermissionError("a read-only handle cannot give the buffer its schema")
         self._get("ready")  # a fork child attaches anew here
         seconds = self._seconds if timeout is None else seconds_of(timeout)
-        self._use_schema(segment.build(self._handle, schema, whose, seconds, self._place))
+        with self._place.within(None if seconds < 0 else seconds):
+            self._use_schema(segment.build(self._handle, schema, whose, seconds, self._place))
 
 
 def _unpickle(cls: type[Self], name: str, owner: int | None, readonly: bool, instance_id: int) -> Self:

@@ -201,7 +201,8 @@ class Buffer(Trajectories, Epochs, Edits):
         of, p = extras
         with_them = (0 if of is None else address_of(of), 0 if p is None else address_of(p))
         try:
-            t = self._call("put_device", columns, n, self._full_code, seconds, wake, *with_them, False, stream)
+            with self._place.within(None if seconds < 0 else seconds):
+                t = self._call("put_device", columns, n, self._full_code, seconds, wake, *with_them, False, stream)
         except native.BadPriority as e:
             raise bad_priority(self, e.args[0], float(p[e.args[0]])) from None  # type: ignore[index]
         if _STATUS[t.status] == "no_device_ring":

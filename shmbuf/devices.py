@@ -4,9 +4,11 @@ which is imported only when a buffer wants a device."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shmbuf._extension import native
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from shmbuf.cuda.holding import Hold
 
 STUCK = 5.0  # seconds that one waits before it drains by itself, though there is somebody who should
+_HOST: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+log = logging.getLogger("shmbuf")
 Wish = dict[str, Any]  # of a segment's configuration: {"uuid": as nvidia-smi writes it, "rings": int}
 
 
@@ -30,6 +34,9 @@ def parsed(device: Any) -> tuple[str, str]:
     if text in ("cpu", "cpu:0"):
         return "cpu", ""
     if is_uuid(text):
+        from shmbuf.cuda import driver
+
+        driver.uuid_of(text)
         return "UUID", text
     kind, colon, index = text.partition(":")
     if kind != "cuda" or (colon and not index.isdecimal()):
@@ -51,7 +58,7 @@ def wish(device: Any, rings: int = 1) -> Wish | None:
     from shmbuf.cuda import driver
 
     if kind == "UUID":
-        found = driver.by_uuid(driver.uuid_of(index), "the buffer")
+        found = driver.by_uuid(driver.uuid_of(index), f"device={index!r}: ")
     else:
         found = driver.by_index(int(index) if index else driver.current_index())
     return {"uuid": found.uuid_text, "rings": int(rings)}
@@ -72,6 +79,7 @@ class Place:
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._watches = self._closed = False
         self._watched: Any = None  # by look_after
+        self._calls, self._warned = threading.local(), False
 
     def make(self, handle: Any, size: int) -> tuple[int, bytes, int, int]:
         """The memory of a buffer that is being built: for `Handle.build`. Raises DeviceError, NotEnoughMemory."""
@@ -82,9 +90,22 @@ class Place:
         m = hold.memory
         return memory.KINDS[m.kind], m.uuid, m.bytes, self.wish["rings"]
 
-    def have(self, handle: Any) -> None:
+    def within(self, timeout: float | None) -> contextlib.AbstractContextManager[None]:
+        """What this thread asks others for within the block is waited for no longer than ``timeout``, but for a look; None: as outside."""
+        return _HOST if self.wish is None else self._within(timeout)
+
+    @contextlib.contextmanager
+    def _within(self, timeout: float | None) -> Iterator[None]:
+        before = getattr(self._calls, "give_up", None)
+        self._calls.give_up = None if timeout is None else time.monotonic() + timeout
+        try:
+            yield
+        finally:
+            self._calls.give_up = before
+
+    def have(self, handle: Any, patience: float | None = 0.0) -> None:
         """Keep the memory of a built buffer, and offer it on. Where that cannot be, `error` says why; StorageLost is raised: the rows are
-        gone, or TooManyOpenFiles."""
+        gone, or TooManyOpenFiles. ``patience``: of `sharing.ask`, outside of :meth:`within`."""
         with self._lock:
             if self.wish is None or self._closed or self._watches:
                 return
@@ -98,7 +119,9 @@ class Place:
                         if self._taking is not None:  # Ctrl-C came between
                             self._taking.close()
                         self._taking = holding.Hold()
-                        self.hold = holding.take(self.name, handle, self._taking)
+                        if (give_up := getattr(self._calls, "give_up", None)) is not None:
+                            patience = max(0.0, give_up - time.monotonic())
+                        self.hold = holding.take(self.name, handle, self._taking, patience)
                     self.hold.built()
                     self.hold.watch(lambda: self._gone(handle))
                 self._watches = True
@@ -106,20 +129,30 @@ class Place:
             except (DeviceError, NotEnoughMemory) as e:
                 self.error = e
 
+    def warn(self) -> None:
+        """Once, where a handle goes on without them."""
+        if self.error is not None and not self._warned:
+            self._warned = True
+            log.warning(
+                "this process does not have the rows of buffer %r: it can put, not read. %s",
+                self.name,
+                self.error,
+            )
+
     @property
     def is_here(self) -> bool:
         """Whether some handle of this process has it mapped, or made it."""
         return self.hold is not None and self.hold.memory.mapped is not None
 
     def map(self, handle: Any) -> None:
-        """Have the rows of a built buffer in this process, mapped. As :meth:`have`."""
+        """Have the rows of a built buffer in this process, mapped. As :meth:`have`, with all of `sharing.PATIENCE`."""
         with self._lock:
             if self.wish is None or self._closed or handle.device_rows is not None:
                 return
             from shmbuf.segment import enough_files
 
             try:
-                self.have(handle)
+                self.have(handle, None)
                 if self.hold is None:
                     return
                 with enough_files():

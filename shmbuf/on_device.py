@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from shmbuf import devices
 from shmbuf.buffer import Buffer
-from shmbuf.errors import DeviceError, NotEnoughMemory
+from shmbuf.errors import DeviceError, NotEnoughMemory, TooManyOpenFiles
 from shmbuf.schema import Schema
 from shmbuf.ticket import Ticket
 
@@ -186,17 +186,22 @@ class Placed:
         made = self._buffer
         if self._on is None and made is not None and made.device != "cpu" and made.schema is not None:
             self.schema()
-            if self._later:
-                self._look_again()
+            if self._later and made._place.error is None:  # else it has just been asked for
+                self._look_again(demand=False)
             return torch.device("cpu") if self._on is None else self._on.device
         if self._on is not None:
             return self._on.device
         where = str(self._make["device"] or "cpu") if self._buffer is None else self._buffer.device
         return torch.device("cuda" if devices.is_uuid(where) else where)
 
-    def _look_again(self) -> None:
-        """Before the first reading: rows are mapped."""
-        self.buffer._place.map(self.buffer._bare)
+    def _look_again(self, demand: bool = True) -> None:
+        """Before the first reading: rows are mapped. Raises why they cannot be, if there are any, and ``demand``."""
+        try:
+            self.buffer._place.require(self.buffer._bare)
+        except (DeviceError, NotEnoughMemory, TooManyOpenFiles):
+            if demand and len(self.buffer):
+                raise
+            return
         self._prepare(self.schema())
         self._later = False
 

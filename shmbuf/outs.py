@@ -24,7 +24,7 @@ class Outs:
     schema: Any
     _on: OnDevice | None
     _later: bool
-    _look_again: Callable[[], None]
+    _look_again: Callable[..., None]
     _out_schema: Schema
     _out_columns: Any
 

@@ -53,15 +53,19 @@ class Acquired:
     No generator: one that Ctrl-C suspends before its body gives back when its traceback dies, to whatever limiter there is then.
     """
 
-    __slots__ = ("_buffer", "_n", "_timeout")
+    __slots__ = ("_buffer", "_n", "_timeout", "_within")
 
     def __init__(self, buffer: Reading, n: int, timeout: float | None):
         self._buffer, self._n, self._timeout = buffer, n, timeout
 
     def __enter__(self) -> float | None:
-        return self._buffer.acquire_samples(self._n, self._timeout)
+        left = self._buffer.acquire_samples(self._n, self._timeout)
+        self._within = self._buffer._place.within(left)
+        self._within.__enter__()
+        return left
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._within.__exit__(None, None, None)
         if kind is not None:
             self._buffer.refund_samples(self._n)
 
@@ -259,7 +263,7 @@ class Reading(Attachment):
                 raise PermissionError(
                     "a read-only handle cannot sample from a buffer with a limiter, which counts samples"
                 )
-            raise self._lost(f"{why} while a sampler waited for its limiter")
+            raise self._lost(f"{why} while a sampler waited for its limiter" if timeout else why)
         return _left(timeout, since) if timeout else timeout
 
     def sampling(self, n: int, timeout: float | None) -> Acquired:
@@ -304,7 +308,7 @@ class Reading(Attachment):
             if why == "not_ready":
                 raise RuntimeError(f"buffer {self.name!r} keeps no priorities: keep_priorities(alpha, eps) first")
             if why != "empty":
-                raise self._lost(f"{why} while rows were being drawn")
+                raise self._lost(why)
             if n == 0:
                 return
             left = left_of(seconds if seconds >= 0 else None, since)
@@ -329,7 +333,7 @@ class Reading(Attachment):
         since, seconds, stuck = time.monotonic(), seconds_of(timeout), None
         while not look():
             if self._get("destroyed"):
-                raise self._lost("destroyed while rows were being drawn")
+                raise self._lost("destroyed")
             if not len(self):
                 stuck = None
                 self.wait_rows(1, left_of(timeout, since))
@@ -358,7 +362,7 @@ class Reading(Attachment):
         seconds = seconds_of(timeout)
         if n > self.capacity:
             raise ValueError(f"n={n:,}: more rows than the capacity of {self.capacity:,} are never stored")
-        status, since = "timeout", time.monotonic()
+        status, since, gone = "timeout", time.monotonic(), self._get("destroyed")
         while self._place.wish is not None and not self._get("ready") and status == "timeout":
             # Whoever waits helps, if nobody else does and he has the rows: in short turns until there are any.
             left = seconds_of(left_of(timeout, since))
@@ -366,8 +370,9 @@ class Reading(Attachment):
             if left == 0:
                 break
         if self._place.wish is not None:
-            self._have_rows()
-            self._help()
+            with self._place.within(left_of(timeout, since)):
+                self._have_rows(None)
+                self._help()
         status = _STATUS[self._call("wait_rows", n, seconds_of(left_of(timeout, since)))]
         if status == "timeout":
             have = len(self)
@@ -382,7 +387,7 @@ class Reading(Attachment):
                 + (f"; {limited}" if limited else "")
             )
         if status != "ok":
-            raise self._lost(f"{status} while waiting for rows")
+            raise self._lost(status if gone else f"{status} while waiting for rows")
 
     def gather(self, ids: Any) -> dict[str, Any]:
         """The rows of these ids, in order: nested dict of arrays [n, *shape], copies.

@@ -37,6 +37,7 @@ from shmbuf.streams import resolve
 
 SHM_DIR = memory.SHM_DIR
 UNNAMED = "unnamed."
+WAIT = "attach(name, timeout=…)"  # how a name is waited for
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -255,7 +256,7 @@ def _not_found_text(name: str, owner: int | None) -> str:
     text = f"no buffer named {name!r}"
     if others:
         text += f"; uid {', '.join(others)} has one: attach(name, owner=…)"
-    return text + f". Known: {_some(name, known)}. To wait until somebody makes it: attach(name, timeout=…)."
+    return text + f". Known: {_some(name, known)}. To wait until somebody makes it: {WAIT}."
 
 
 @enough_files()

@@ -59,13 +59,21 @@ def uuid_text(uuid: bytes, kind: str = "GPU") -> str:
 
 
 def uuid_of(text: str) -> bytes:
-    """The other way round, also of a MIG instance. Raises ValueError."""
+    """The other way round, also of a MIG instance. Raises ValueError; asks no driver."""
+    if text.startswith("MIG-GPU-"):
+        raise ValueError(
+            f"{text!r} is the name of a MIG instance as older drivers gave it, which is not taken. Drivers from CUDA 11.4 on give the form "
+            "MIG-<uuid>: update, and look at nvidia-smi -L"
+        )
     try:
         uuid = bytes.fromhex(text.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
     except ValueError:
         uuid = b""
     if len(uuid) != 16:
-        raise ValueError(f"{text!r} is no UUID of a GPU; nvidia-smi -L lists them")
+        raise ValueError(
+            f"{text!r} is no UUID of a GPU, which is GPU- or MIG- and 32 hexadecimal digits ({uuid_text(bytes(range(16)))}, say); "
+            "nvidia-smi -L lists them"
+        )
     return uuid
 
 
@@ -197,15 +205,15 @@ def by_index(index: int) -> Device:
     return found[index]
 
 
-def by_uuid(uuid: bytes, what: str = "it") -> Device:
-    """The device of this UUID, whatever its number is here. Raises DeviceError."""
+def by_uuid(uuid: bytes, what: str = "") -> Device:
+    """The device of this UUID, whatever its number is here. Raises DeviceError; ``what``: the beginning of its text, with the UUID."""
     found = devices()
     for device in found:
         if device.uuid == uuid:
             return device
     raise DeviceError(
-        f"{what} is on device {uuid_text(uuid)}, which this process does not see. {_visible(found)} Start it with that device among "
-        "CUDA_VISIBLE_DEVICES (a container: among its --gpus)"
+        f"{what}no device of this UUID is visible here. {_visible(found)} For another one, start the process with it "
+        "among CUDA_VISIBLE_DEVICES (a container: among its --gpus)"
     )
 
 

@@ -66,7 +66,12 @@ class Share:
         """Mapped in this process: the first call opens the device's context. Raises DeviceError, NotEnoughMemory."""
         with self._mapping:
             if self.mapped is None:
-                device = driver.by_uuid(self.uuid, what)
+                try:
+                    device = driver.by_uuid(self.uuid)
+                except DeviceError as e:
+                    raise DeviceError(
+                        f"the rows of {what} are on {driver.uuid_text(self.uuid)}, and this process can put but not read: {e}"
+                    ) from None
                 try:
                     if self.kind == VMM:
                         self.mapped = memory.imported(device, self.fd, self.bytes)
@@ -180,7 +185,7 @@ def make(name: str, handle: Any, uuid: bytes, size: int) -> Hold:
     Raises DeviceError, NotEnoughMemory.
     """
     instance, what = handle.header["instance_id"], f"the rows of buffer {name!r}"
-    device = driver.by_uuid(uuid, what)
+    device = driver.by_uuid(uuid, f"{what} are to be on {driver.uuid_text(uuid)}: ")
     try:
         reason = memory.why_not_vmm(device)
     except driver.Refused as e:  # an older driver does not know what it is asked
@@ -237,7 +242,7 @@ def _by_steward(name: str, handle: Any, device: driver.Device, size: int, reason
         hold = Hold()
         try:
             _held(hold, offer, instance)
-            hold.memory.map(f"the rows of buffer {name!r}")
+            hold.memory.map(f"buffer {name!r}")
         except BaseException:
             hold.close()
             raise
@@ -277,11 +282,12 @@ def _line_within(p: subprocess.Popen, seconds: float) -> str:
         timer.cancel()
 
 
-def take(name: str, handle: Any, hold: Hold | None = None) -> Hold:
+def take(name: str, handle: Any, hold: Hold | None = None, patience: float | None = None) -> Hold:
     """The memory of a built buffer, from who has it: kept alive, and offered on; not mapped, so that no context is opened.
 
     Args:
         hold: a new one of the caller's, which it closes whatever happens here.
+        patience: see `sharing.ask`.
 
     Raises:
         StorageLost, DeviceError
@@ -295,7 +301,7 @@ def take(name: str, handle: Any, hold: Hold | None = None) -> Hold:
             share = hold.memory = _known.get(instance) if kind == memory.KINDS[VMM] else None  # type: ignore[assignment]
             known = share is not None and share.retain(hold)
         if not known:
-            offer = sharing.ask(handle, what)
+            offer = sharing.ask(handle, what, patience)
             if (memory.KINDS.get(offer.kind), offer.uuid, offer.size) != (kind, uuid, size):
                 offer.drop()
                 raise DeviceError(

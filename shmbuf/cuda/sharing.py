@@ -34,8 +34,9 @@ from shmbuf.errors import DeviceError, StorageLost
 if TYPE_CHECKING:
     from shmbuf.cuda.holding import Share
 
-ANSWER = 1.0  # seconds that one of several is waited for
-PATIENCE = 10.0  # in all, for those who have it and do not answer
+ANSWER = 1.0  # seconds that one of several is waited for, and at least all of them, whatever the caller's patience
+PATIENCE = 10.0  # in all, for those who have it and do not answer, if the caller knows no other
+STOPPED = 0.5  # in all, for processes that are stopped: a debugger's look at them is over by then
 AGAIN = 0.1  # between attempts at what does not work at once
 SETTLE = 1.0  # for one that has just been handed it to offer it in turn
 log = logging.getLogger("shmbuf")
@@ -343,24 +344,36 @@ def ask_member(handle: Any, member: int, seconds: float) -> Offer | None:
     return None if entry is None else _ask_one(address_of(handle.header["instance_id"], entry), seconds)
 
 
-def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
+def ask(handle: Any, what: str, patience: float | None = None) -> Offer:
     """The memory of a built segment, from one of those attached who have it.
+
+    Args:
+        patience: seconds that those who have it and do not answer are waited for, and at least `ANSWER`; None: `PATIENCE`. If all of them
+            are stopped, `STOPPED`.
 
     Raises:
         StorageLost: nobody has it any more. DeviceError: somebody may, and cannot be asked: names who and why.
     """
     instance, own = handle.header["instance_id"], handle.member
     began = time.monotonic()
+    patience = max(PATIENCE if patience is None else patience, ANSWER)
     while True:
         members = [m for m in handle.members() if m["alive"] and m["member"] != own]
-        members.sort(key=lambda m: segment.process_state(m["pid"]) in ("T", "t"))  # the stopped answer last, if at all
+        stopped = {m["member"] for m in members if _is_stopped(m)}
+        members.sort(key=lambda m: m["member"] in stopped)  # they answer last, if at all
         silent: list[dict[str, Any]] = []
         refused: list[dict[str, Any]] = []
-        for m in members:
-            if silent and time.monotonic() - began > patience:
+        for i, m in enumerate(members):
+            left = patience - (time.monotonic() - began)
+            if silent and left <= 0:
                 break
+            if m["member"] in stopped:
+                seconds = STOPPED / len(stopped)
+            else:  # its part of what is left for those who are not
+                each = (left - STOPPED * bool(stopped)) / (len(members) - len(stopped) - i)
+                seconds = min(ANSWER, max(each, 0.1))
             try:
-                offer = _ask_one(address_of(instance, m), ANSWER)
+                offer = _ask_one(address_of(instance, m), seconds)
             except TimeoutError:
                 silent.append(m)
                 continue
@@ -371,7 +384,7 @@ def ask(handle: Any, what: str, patience: float = PATIENCE) -> Offer:
                 return offer
         waited = time.monotonic() - began
         if silent:
-            if waited > patience:
+            if waited + AGAIN > (STOPPED if all(map(_is_stopped, silent)) else patience):  # too little for another turn
                 raise DeviceError(_silent_text(what, silent, waited))
         elif refused:
             raise DeviceError(
@@ -402,18 +415,21 @@ def _people(members: Iterable[dict[str, Any]]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
+def _is_stopped(m: dict[str, Any]) -> bool:
+    return segment.process_state(m["pid"]) in ("T", "t")
+
+
 def _silent_text(what: str, silent: list[dict[str, Any]], waited: float) -> str:
-    states = {m["pid"]: segment.process_state(m["pid"]) for m in silent}
-    stopped = [m for m in silent if states[m["pid"]] in ("T", "t")]
+    stopped = [m for m in silent if _is_stopped(m)]
     who = stopped or silent
     return (
         f"the device memory of {what} is held by {_people(who)}, which did not answer for {waited:.1f} s: "
         + (
-            f"stopped (kill -CONT {who[0]['pid']} lets it go on)"
+            f"stopped (kill -CONT {who[0]['pid']} lets it go on)."
             if stopped
             else "busy without giving up the interpreter lock, or without a descriptor left (ulimit -n)?"
         )
-        + ". Attach again"
+        + " Each call that needs it asks again"
     )
 
 

@@ -37,7 +37,7 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
         if handle.header["instance_id"] != instance:
             raise BufferNotFound(f"buffer {name!r} is another one by now")
         _require_entry(name, handle)
-        device = driver.by_uuid(uuid, f"buffer {name!r}")
+        device = driver.by_uuid(uuid, f"{driver.uuid_text(uuid)}: ")
         mapped = memory.allocate(device, size, f"the rows of buffer {name!r}")
         hold = holding.Hold(holding.Share.of(mapped, instance, f"vmm: {why}"))
         hold.offer(handle)
@@ -55,14 +55,16 @@ def make(name: str, uuid: bytes, size: int, instance: int, why: str) -> None:
             hold.close()
 
 
-def keep(name: str) -> None:
-    """Hold what the buffer has, from when it has it, until it is destroyed."""
-    handle = segment.attach(name, presence=False)
+def keep(name: str, timeout: float = 0.0) -> None:
+    """Hold what the buffer has, from when it has it, until it is destroyed. timeout: seconds to wait for its name."""
+    handle = segment.attach_within(timeout, name, presence=False)
     hold = None
     try:
         if not msgpack.unpackb(handle.config).get("device"):
             raise ValueError(f"buffer {name!r} keeps its rows in host memory, which needs no steward")
         _require_entry(name, handle)
+        if not handle.ready:
+            print(f"shmbuf.cuda.steward {name}: pid {os.getpid()} is waiting for the first rows", flush=True)
         while not handle.ready:
             if handle.destroyed or not handle.linked:
                 return
@@ -98,9 +100,28 @@ def _stay(handle: Any, *, leave_when_alone: bool) -> None:
         select.select([], [], [], LOOK)
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError
+    return seconds
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shmbuf.cuda.steward", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("name")
+    parser = argparse.ArgumentParser(
+        prog="python -m shmbuf.cuda.steward",
+        description="Keep the device memory of buffer NAME while nobody else has it open, and hand it to whoever attaches. Stays in the "
+        "foreground and ends at SIGINT or SIGTERM, or when the buffer is removed. Opens no CUDA context, which would cost device memory, and "
+        "does not count as attached. A buffer that has no rows yet is waited for.",
+    )
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait until the name exists (default: not at all)",
+    )
     for option in ("--make", "--bytes", "--instance", "--why"):
         parser.add_argument(option, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -113,12 +134,13 @@ def main(argv: list[str] | None = None) -> int:
         if args.make:
             make(args.name, driver.uuid_of(args.make), int(args.bytes), int(args.instance), args.why or "")
         else:
-            keep(args.name)
+            keep(args.name, args.timeout)
     except (KeyboardInterrupt, _Stop):
         return 0
     except (ShmbufError, ValueError, OSError) as e:
+        text = str(e).replace(segment.WAIT, "--timeout SECONDS") if isinstance(e, BufferNotFound) else str(e)
         print(
-            str(e) if args.make else f"shmbuf.cuda.steward: {e}",
+            text if args.make else f"shmbuf.cuda.steward: {text}",
             file=sys.stdout if args.make else sys.stderr,
             flush=True,
         )

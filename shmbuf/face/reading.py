@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from shmbuf.attaching import checked_sampler, positive
-from shmbuf.errors import NotEnoughRows, SchemaError
+from shmbuf.errors import DeviceError, NotEnoughRows, SchemaError
 from shmbuf.face.dataset import ReplayDataset
 from shmbuf.face.prefetching import Prefetcher
 from shmbuf.face.sending import Sender, target
@@ -54,7 +54,7 @@ class Reading(Transforming):
 
         Raises:
             NotEnoughRows: "Cannot sample from an empty storage.", or what the limiter waits for. Lapped: see `Buffer.draw`.
-            RuntimeError: after `shutdown`, or no batch size. DeviceError: no such device here.
+            RuntimeError: after `shutdown`, or no batch size. ValueError: a device that is none. DeviceError: it is not here.
         """
         if self._shut:
             raise RuntimeError("A shut down replay buffer cannot be sampled.")
@@ -72,7 +72,10 @@ class Reading(Transforming):
             try:
                 td, info = map(self._received, self._ahead.take())
                 return (td, info) if return_info or include_info else td
-            except NotEnoughRows:  # they do not wait; this call may
+            except (
+                NotEnoughRows,
+                DeviceError,
+            ):  # they do not wait; this call may, and what was so then may have passed
                 self._ahead.clear()
         if out is not None and self._storage.presents is not None:
             raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")
@@ -128,10 +131,11 @@ class Reading(Transforming):
             self._reseed(self._rng)
         left = buffer.acquire_samples(n, timeout)
         try:
-            if self._unit is None:
-                td = sampler.sample(self._storage, n, out=out, timeout=left, pin=pin, **how)
-            else:
-                td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=pin, **how)
+            with buffer._place.within(left):
+                if self._unit is None:
+                    td = sampler.sample(self._storage, n, out=out, timeout=left, pin=pin, **how)
+                else:
+                    td = self._unit.sample(sampler, self._storage, n, out=out, timeout=left, pin=pin, **how)
         except BaseException:
             buffer.refund_samples(n)
             raise

@@ -7,15 +7,27 @@ from typing import Any
 
 import torch
 
+from shmbuf import devices
 from shmbuf.errors import DeviceError
 from shmbuf.on_device import Sent, Streams, each_tensor
 
 
 def target(device: Any) -> torch.device:
-    """The device, with its number. Raises DeviceError: this torch or process does not have it."""
-    to = torch.device(device)
+    """The device, with its number. Raises ValueError: it is none. DeviceError: this torch or process does not have it."""
+    try:
+        to = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f'device={device!r}: a batch can go to "cpu", "cuda", "cuda:1" (as this process counts) or a torch.device'
+            + (". UUIDs say where rows live: ShmStorage(device=…)" if devices.is_uuid(str(device)) else "")
+        ) from None
     if to.type != "cuda":
         return to
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise DeviceError(
+            f"device={str(device)!r}: no CUDA device is to be had by this torch ({torch.__version__}), which was built without CUDA: install a "
+            "CUDA build of torch"
+        )
     if not torch.cuda.is_available():
         raise DeviceError(
             f"device={str(device)!r}: no CUDA device is to be had by this torch ({torch.__version__}) in this process; look at nvidia-smi, "

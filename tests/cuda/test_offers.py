@@ -138,7 +138,7 @@ def test_who_attaches_beside_a_stopped_holder_waits_for_it_once(begin, name):
     os.kill(maker.pid, signal.SIGSTOP)
     counted = (
         "import shmbuf.cuda.sharing as sharing\nasked, ask = [], sharing.ask\n"
-        "sharing.ask = lambda handle, what: (asked.append(what), ask(handle, what, 0.5))[1]\n"
+        "sharing.ask = lambda handle, what, patience: (asked.append(what), ask(handle, what, patience))[1]\n"
     )
     user = begin(counted + USER, name)
     assert line(user) == "attached cuda:0"

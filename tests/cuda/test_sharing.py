@@ -350,7 +350,7 @@ def test_a_driver_that_does_not_count_its_devices_is_told_in_its_words(begin, na
     user = begin(USER, name, STANDIN_FAIL="cuDeviceGetCount=999")
     assert line(user).startswith("attached GPU-")
     said = ask(user, "b.gather([0])")
-    assert said.startswith("Refused: cuDeviceGetCount: 999"), said
+    assert said.startswith(f"DeviceError: the rows of buffer {name!r} are on GPU-") and "cuDeviceGetCount: 999" in said
 
 
 def test_who_finds_it_takes_its_device_as_it_is_and_no_other(begin, name):

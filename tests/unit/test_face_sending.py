@@ -108,7 +108,7 @@ def test_errors(make_rb):
     rb.extend(rows(0, 20))
     with pytest.raises(SchemaError, match="device= is not for it"):
         rb.sample(out=rb.sample(), device="meta")
-    with pytest.raises(RuntimeError, match="nonsense"):
+    with pytest.raises(ValueError, match="'nonsense': a batch can go to"):
         rb.sample(device="nonsense")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="no CUDA device"):
