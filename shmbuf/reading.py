@@ -6,6 +6,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -57,15 +58,18 @@ class Acquired:
 
     def __init__(self, buffer: Reading, n: int, timeout: float | None):
         self._buffer, self._n, self._timeout = buffer, n, timeout
+        self._within: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> float | None:
         left = self._buffer.acquire_samples(self._n, self._timeout)
-        self._within = self._buffer._place.within(left)
-        self._within.__enter__()
+        if self._buffer._place.wish is not None:
+            self._within = self._buffer._place.within(left)
+            self._within.__enter__()
         return left
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._within.__exit__(None, None, None)
+        if self._within is not None:
+            self._within.__exit__(None, None, None)
         if kind is not None:
             self._buffer.refund_samples(self._n)
 

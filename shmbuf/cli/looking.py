@@ -287,7 +287,7 @@ def _device(handle: Any, h: Info, config: Info) -> Info | None:
     kind, give_up = kinds.get(h["device_kind"]), time.monotonic() + sharing.SETTLE
     while True:
         alive = [m for m in handle.members() if m["alive"]]
-        apart = any(not sharing._reachable(m) for m in alive)  # in another container: cannot be asked, and may have it
+        apart = any(not sharing.reachable(m) for m in alive)  # in another container: cannot be asked, and may have it
         holders = sharing.holders(handle) if kind else []
         if holders or apart or not (kind and alive) or time.monotonic() > give_up:
             break

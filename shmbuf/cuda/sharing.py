@@ -395,7 +395,7 @@ def ask(handle: Any, what: str, patience: float | None = None) -> Offer:
         elif waited > SETTLE or not members:
             break
         time.sleep(0.02)
-    apart = [m for m in members if not _reachable(m)]
+    apart = [m for m in members if not reachable(m)]
     if apart:
         raise DeviceError(
             f"the device memory of {what} cannot be asked for: {_people(apart)} may have it, but lives in another network or pid namespace "
@@ -433,7 +433,7 @@ def _silent_text(what: str, silent: list[dict[str, Any]], waited: float) -> str:
     )
 
 
-def _reachable(m: dict[str, Any]) -> bool:
+def reachable(m: dict[str, Any]) -> bool:
     """Whether a member's abstract sockets are among those seen here; also if nothing tells."""
     if m["pid_namespace"] not in (0, segment.pid_namespace()):
         return False
