@@ -149,8 +149,11 @@ def test_why_rows_are_not_shared_by_descriptor(begin, shminfo, name):
         assert "because SHMBUF_CUDA_SHARING=ipc asked for CUDA IPC: unset it" in shminfo(*command)[0]
     assert "keep a checkpoint" in shminfo("doctor")[0]
     os.kill(pid := steward_of(name), signal.SIGSTOP)
-    assert "unset SHMBUF_CUDA_SHARING" in shminfo("doctor", SHMBUF_CUDA_SHARING="ipc")[0]
-    said = shminfo("doctor")[0]
+    try:
+        assert "unset SHMBUF_CUDA_SHARING" in shminfo("doctor", SHMBUF_CUDA_SHARING="ipc")[0]
+        said = shminfo("doctor")[0]
+    finally:
+        os.kill(pid, signal.SIGCONT)
     assert f"kill -CONT {pid}" in said
     assert "None" not in said and "who attaches cannot read until it does" in said and "others" not in said
 
