@@ -165,7 +165,6 @@ def read(handle: Any, info: Info, whole: bool) -> None:
     h = handle.header
     ready, counters = h["ready"], handle.counters()
     members, collectors, now = handle.members(), handle.collectors(), time.time()
-    segment.name_writer(counters, handle.inode, members)
     schema = Schema.from_bytes(handle.schema) if ready else None
     config = msgpack.unpackb(handle.config)
     alive = [m for m in members if m["alive"]]
@@ -187,6 +186,7 @@ def read(handle: Any, info: Info, whole: bool) -> None:
     )
     if not whole:
         return
+    segment.name_writer(counters, handle.inode, members)
     for entry in [*members, *collectors]:
         entry["age_seconds"] = max(0.0, now - entry["since"])
         entry["process_state"] = process_state(entry)

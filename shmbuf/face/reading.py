@@ -72,10 +72,8 @@ class Reading(Transforming):
             try:
                 td, info = map(self._received, self._ahead.take())
                 return (td, info) if return_info or include_info else td
-            except (
-                NotEnoughRows,
-                DeviceError,
-            ):  # they do not wait; this call may, and what was so then may have passed
+            except (NotEnoughRows, DeviceError):
+                # They do not wait, this call may; and what was so then may have passed.
                 self._ahead.clear()
         if out is not None and self._storage.presents is not None:
             raise SchemaError("out= takes tensors only: these rows have Python values, or are no TensorDicts")

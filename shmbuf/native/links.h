@@ -201,7 +201,8 @@ class Links {
   static constexpr u64 kCut = 1ull << 62;    // a stream that was still going on had to give way here: whoever comes new may be it
   static constexpr u64 kCutNow = 1ull << 61; // the same, for whom it gave way to: turns to kCut with his first row
   static constexpr u64 kHeadless = 1ull << 63;  // in the word of a stream that comes with a row: rows before it are missing
-  static constexpr u64 kProbe = 64;          // entries looked at for one key: in a table that is half full there is room in any 64 (Knuth, TAOCP 3 §6.4: runs of linear probing)
+  // Entries looked at for one key: runs of linear probing in a half-full table are hardly ever as long (Knuth, TAOCP 3 §6.4).
+  static constexpr u64 kProbe = 64;
 
   static u64 bytes(u64 capacity) { return align_up(capacity * sizeof(Link), 128) + align_up(Ends::bytes(capacity), 128); }
   static u64 stream_bytes(u64 entries) { return align_up(entries * sizeof(Stream), 128); }  // entries: a power of two

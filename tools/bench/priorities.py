@@ -210,13 +210,13 @@ def _learners(spec: dict, settings: Settings, emit: Emitter) -> None:
             workers.close()
         with _buffer(row, *size, name + ".other"):
             apart = [Workers(1, _learn, n, settings.batch_size) for n in (name, name + ".other")]
+            rates = []
             try:
-                for seconds in (settings.warm_seconds, *[settings.round_seconds for _ in rounds]):
+                for seconds in (settings.warm_seconds, *[settings.round_seconds] * len(rounds)):
                     for each in apart:
                         each.start(1, seconds)
-                    rate = sum(each.finish(1) for each in apart)
-                    rates.append(rate)
-                emit.values(f"{place}/{APART}/{OURS}", rates[-len(rounds) :])
+                    rates.append(sum(each.finish(1) for each in apart))
+                emit.values(f"{place}/{APART}/{OURS}", rates[1:])
             finally:
                 for each in apart:
                     each.close()
